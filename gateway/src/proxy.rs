@@ -312,9 +312,13 @@ impl Proxy {
         let routed = self.find_route(connection, route_input);
         let port = routed.as_ref().ok().and_then(Route::port);
         let client = self.identify(connection, credential, port).await?;
-        if let Err(error) = &routed
-            && error.reason != Reason::DependencyUnavailable
-            && client.method == AuthMethod::Anonymous
+        let is_undecided =
+            matches!(&routed, Err(error) if error.reason == Reason::DependencyUnavailable);
+        let is_to_edge_pod = routed.as_ref().is_ok_and(Route::is_to_pod);
+        // An anonymous client learns nothing about pods to which no route leads.
+        if client.method == AuthMethod::Anonymous
+            && !is_undecided
+            && !is_to_edge_pod
             && route::names_pod(route_input, &self.shared.nodes)
         {
             return Err(self.listener.authentication.missing_credentials());
@@ -384,7 +388,10 @@ impl Proxy {
         // An anonymous client gets the same answer for a pod that it may not reach and for one that does not exist.
         let is_hidden = ask.client.method == AuthMethod::Anonymous
             && self.shared.nodes.follows_pods()
-            && matches!(ask.destination, Destination::Node(route) if route.is_to_pod());
+            && match &ask.destination {
+                Destination::Node(route) => route.is_to_pod(),
+                Destination::Direct(address) => self.shared.nodes.is_pod_address(address.ip()),
+            };
         result.map_err(|error| match error.reason {
             Reason::Forbidden if is_hidden => self.listener.authentication.missing_credentials(),
             _ => error,

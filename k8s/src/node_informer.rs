@@ -137,6 +137,7 @@ fn cluster_node(node: &Node, settings: &Kubernetes) -> ClusterNode {
         let value = labels.get(&label.key);
         value.is_some_and(|value| label.value.as_ref().is_none_or(|wanted| wanted == value))
     };
+    let is_edge = settings.edge_labels.iter().any(has_label);
     let status = node.status.as_ref();
     let addresses = status.and_then(|status| status.addresses.as_ref());
     let of_type = |kind: &'static str| {
@@ -148,7 +149,10 @@ fn cluster_node(node: &Node, settings: &Kubernetes) -> ClusterNode {
         .chain(of_type("ExternalIP"))
         .filter_map(|address| address.address.parse::<IpAddr>().ok())
         .map(|address| address.to_canonical())
-        .filter(|address| is_own(*address, &settings.address_networks))
+        .filter(|address| {
+            is_own(*address, &settings.address_networks)
+                && !(is_edge && is_for_pods(*address, settings))
+        })
         .collect();
     // Edges that dial a wrong address find no valid certificate there.
     let addresses_outside = |kind| {
@@ -171,7 +175,7 @@ fn cluster_node(node: &Node, settings: &Kubernetes) -> ClusterNode {
         .filter(|net| settings.pod_networks.iter().any(|all| all.contains(net)))
         .collect();
     ClusterNode {
-        is_edge: settings.edge_labels.iter().any(has_label),
+        is_edge,
         // A Node without a creation time was not created by a cluster and has no priority over others.
         created_at: created.map_or(u64::MAX, |time| {
             u64::try_from(time.0.as_second()).unwrap_or_default()
@@ -191,6 +195,13 @@ fn cluster_node(node: &Node, settings: &Kubernetes) -> ClusterNode {
             .map(|(key, value)| (key.clone(), value.clone()))
             .collect(),
     }
+}
+
+/// Whether an address is for pods only. A kubelet at the edge must not take such an address for its node; only networks that are listed
+/// for nodes as well may have both.
+fn is_for_pods(address: IpAddr, settings: &Kubernetes) -> bool {
+    let within = |all: &[IpNet]| all.iter().any(|net| net.contains(&address));
+    settings.pods.is_some() && within(&settings.pod_networks) && !within(&settings.address_networks)
 }
 
 /// Whether an address can belong to one node, and is in a trusted network.

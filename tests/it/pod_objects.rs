@@ -146,20 +146,22 @@ async fn without_the_right_to_read_pods_only_pods_are_unavailable() {
     .await;
 }
 
-/// Has the nodes of a cluster in this world, whose pods `a/open` on `edge-1` and `a/closed` on `edge-2` have addresses.
+/// Has the nodes of a cluster in this world, whose pods `a/open` on `edge-1`, `a/closed` on `edge-2` and `a/cloud` in the cloud have addresses.
 fn follow_pods(world: &World) -> PodsWriter {
     let nodes = world.nodes();
     nodes.follow_pods(&["10.250.0.0/16".parse().unwrap()]);
     let name = |node: &str| NodeName::parse(node).unwrap();
-    let member = || ClusterNode {
-        is_edge: true,
-        ..ClusterNode::default()
+    let member = |node: &str| {
+        let is_edge = node.starts_with("edge");
+        (
+            name(node),
+            ClusterNode {
+                is_edge,
+                ..ClusterNode::default()
+            },
+        )
     };
-    nodes.replace_cluster(
-        ["edge-1", "edge-2"]
-            .map(|node| (name(node), member()))
-            .into(),
-    );
+    nodes.replace_cluster(["edge-1", "edge-2", "cloud-1"].map(member).into());
     let pod = |pod: &str, node, address: &str| Pod {
         name: pod.into(),
         node: name(node),
@@ -170,6 +172,7 @@ fn follow_pods(world: &World) -> PodsWriter {
     let all = [
         pod("a/open", "edge-1", "10.250.0.1"),
         pod("a/closed", "edge-2", "10.250.0.2"),
+        pod("a/cloud", "cloud-1", "10.250.0.3"),
     ];
     pods.replace(all.into()).unwrap();
     pods
@@ -190,6 +193,11 @@ async fn anonymous_clients_do_not_learn_which_pods_exist() {
             anonymous_ports: vec![9100],
             ..anonymous("some", ListenerProtocol::Http)
         })
+        // Hosts that name no edge are ordinary ones here.
+        .listener(Listener {
+            anonymous: true,
+            ..fixed("one", ListenerProtocol::Http, "edge-1", 9100)
+        })
         .listener(listener("known", ListenerProtocol::Https));
     let world = Box::pin(world.start()).await;
     let _pods = follow_pods(&world);
@@ -202,12 +210,18 @@ async fn anonymous_clients_do_not_learn_which_pods_exist() {
         body["trace"].take();
         body
     };
-    for at in ["all", "some"] {
+    for at in ["all", "some", "one"] {
         // A pod that the client may reach is reached, as far as there is a tunnel.
         assert_eq!(get(at, "10.250.0.1").await.status, 503, "{at}");
         let unknown = get(at, "10.250.0.9").await;
         assert_problem(&unknown, 401, "unauthenticated", "");
-        for host in ["10.250.0.2", "closed.a.pod", "nobody.a.pod"] {
+        for host in [
+            "10.250.0.2",
+            "closed.a.pod",
+            "nobody.a.pod",
+            "10.250.0.3",
+            "cloud.a.pod",
+        ] {
             let answer = get(at, host).await;
             assert_eq!(answer.status, unknown.status, "{at} {host}");
             assert_eq!(body(&answer), body(&unknown), "{at} {host}");

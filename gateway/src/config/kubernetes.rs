@@ -118,7 +118,7 @@ impl Default for Kubernetes {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct PodObjects {
-    /// Maximum number of pods with addresses of their own, about 250 bytes of memory each. In a cluster with more pods, no pod is reached.
+    /// Maximum number of pods with addresses of their own, about 350 bytes of memory each, and twice that while the list is read again. In a cluster with more pods, no pod is reached.
     pub max_pods: usize,
 }
 

@@ -281,7 +281,7 @@ impl EgressConnection {
             };
             match route::find_route(&route_input, &shared.nodes) {
                 Ok(route) => {
-                    let stream = self.open_to_node(&route, record).await?;
+                    let stream = self.open_to_node((&route, &target), record).await?;
                     return Ok((
                         FarEnd::Stream(Box::new(stream)),
                         OpenDestination::Node(route),
@@ -304,10 +304,18 @@ impl EgressConnection {
     /// Opens a stream to another edge.
     async fn open_to_node(
         &self,
-        route: &Route,
+        (route, requested): (&Route, &EgressTarget),
         record: &Arc<AccessRecord>,
     ) -> Result<StreamIo, Error> {
-        self.authorize_node(route, record)?;
+        self.authorize_node(route, record).map_err(|error| {
+            // A node learns nothing about pods to which no rule can lead.
+            let is_hidden = route.is_to_pod() && self.proxy.shared.nodes.follows_pods();
+            if is_hidden {
+                self.denied(requested)
+            } else {
+                error
+            }
+        })?;
         let ask = self.authz_request(route);
         let selected = Box::pin(self.proxy.admit(&ask, route, record)).await?;
         let ctx = StreamContext {

@@ -130,6 +130,7 @@ struct AuthorityMatch {
 /// # Errors
 /// [`Reason::NodeUnknown`], [`Reason::Misdirected`] or [`Reason::Malformed`], with the names.
 pub fn find_route(input: &RouteInput<'_>, nodes: &Nodes) -> Result<Route, Error> {
+    check_original_pod(input, nodes)?;
     let authority_match = input
         .authority
         .map(|text| match_authority(input, text, nodes))
@@ -156,7 +157,9 @@ pub fn find_route(input: &RouteInput<'_>, nodes: &Nodes) -> Result<Route, Error>
         (Some(binding), Some(other))
             if binding.node != other
                 || binding.service.is_some()
-                || bound_pod.is_some_and(|pod| named_pod != Some(pod)) =>
+                || bound_pod.is_some_and(|bound| {
+                    named_pod.is_none_or(|named| !nodes.is_same_pod(bound, named))
+                }) =>
         {
             return Err(contradiction(input, &binding, other.as_str()));
         }
@@ -270,6 +273,16 @@ fn find_binding(input: &RouteInput<'_>, nodes: &Nodes) -> Result<Option<Binding>
     }
     let fixed = input.fixed.cloned().map(to_node("this listener"));
     Ok(fixed.or_else(|| find_service_binding(input, nodes)))
+}
+
+/// Checks that the original destination is not an address of pods that no pod, or no known one, has.
+fn check_original_pod(input: &RouteInput<'_>, nodes: &Nodes) -> Result<(), Error> {
+    match input.original {
+        Some(original) if nodes.is_pod_address(original.ip()) => {
+            match_address(original.ip(), nodes).map(drop)
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Returns the pod that the SNI names.

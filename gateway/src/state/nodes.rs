@@ -18,7 +18,7 @@ use claims::{AddressClaims, ClaimHolder, ClaimPriority};
 pub use claims::{AddressConflict, AddressConflicts};
 use ipnet::IpNet;
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     net::IpAddr,
     sync::{Arc, Weak},
 };
@@ -125,6 +125,8 @@ struct Table {
     /// Nodes at the edge, from records and cluster.
     nodes: BTreeMap<NodeName, Node>,
     by_address: HashMap<IpAddr, AddressClaims>,
+    /// Addresses of the cluster's nodes that are not at the edge.
+    elsewhere: HashSet<IpAddr>,
     /// Pod networks, longest prefix first.
     pod_networks: Vec<(IpNet, NodeName)>,
     /// Number of tables in which a node had other labels or another pool than in the previous table.
@@ -215,6 +217,7 @@ impl Table {
             node.policy_pool.clone_from(&node.pool);
         }
         let mut by_address: HashMap<IpAddr, AddressClaims> = HashMap::new();
+        let mut elsewhere = HashSet::new();
         for (name, member) in sources.cluster.members().into_iter().flatten() {
             if sources.is_at_edge(name, member) {
                 nodes
@@ -223,6 +226,7 @@ impl Table {
                     .apply_cluster_data(member);
             } else {
                 nodes.remove(name);
+                elsewhere.extend(member.addresses.iter().map(IpAddr::to_canonical));
                 add_claims(&mut by_address, name, &member.addresses, |_| {
                     ClaimPriority::Elsewhere
                 });
@@ -247,6 +251,7 @@ impl Table {
             sources,
             nodes,
             by_address,
+            elsewhere,
             pod_networks,
             relabel_generation: 0,
             relabelled_at: BTreeMap::new(),
@@ -365,11 +370,10 @@ impl Nodes {
 
     /// Whether a node of the cluster that is not at the edge has this address.
     pub fn is_elsewhere(&self, address: IpAddr) -> bool {
-        let table = self.table.load();
-        let mut members = table.sources.cluster.members().into_iter().flatten();
-        members.any(|(name, member)| {
-            member.addresses.contains(&address.to_canonical()) && !table.nodes.contains_key(name)
-        })
+        self.table
+            .load()
+            .elsewhere
+            .contains(&address.to_canonical())
     }
 
     /// Returns the nodes of the cluster whose Leases are renewed by delegated heartbeats.
@@ -458,17 +462,24 @@ impl Nodes {
     }
 
     /// Returns the match of an address: a node by its confirmed addresses, else the node of the pod with this address. If Pod
-    /// objects are not followed, the networks of the nodes' pods say on which node the pod is.
+    /// objects are not followed, the networks of the nodes' pods say on which node the pod is. An edge that has an address only by its
+    /// Node object does not take it from a pod elsewhere.
     pub fn by_address(&self, address: IpAddr) -> AddressMatch {
         let table = self.table.load();
         let address = address.to_canonical();
-        match table
-            .by_address
-            .get(&address)
-            .and_then(AddressClaims::holder)
-        {
-            Some(ClaimHolder::Edge(node)) => return AddressMatch::Node(node.clone()),
-            // The address is not a pod of an edge node either, because the node elsewhere has it.
+        // Nor is it the address of a pod of an edge node.
+        if table.elsewhere.contains(&address) {
+            return AddressMatch::Unknown;
+        }
+        let claims = table.by_address.get(&address);
+        match claims.and_then(AddressClaims::holder) {
+            Some(ClaimHolder::Edge(node)) => {
+                let is_unproven = claims.is_some_and(AddressClaims::is_by_object);
+                let of_pod = is_unproven.then(|| self.elsewhere_pod_match(&table, address));
+                return of_pod
+                    .flatten()
+                    .unwrap_or_else(|| AddressMatch::Node(node.clone()));
+            }
             Some(ClaimHolder::Elsewhere(_)) => return AddressMatch::Unknown,
             Some(ClaimHolder::Several(all)) => {
                 return AddressMatch::Several(all.into_iter().cloned().collect());

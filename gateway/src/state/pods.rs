@@ -19,7 +19,7 @@ use std::{
     borrow::Borrow,
     collections::HashMap,
     hash::{BuildHasher, Hash, RandomState},
-    net::IpAddr,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
     sync::{Arc, OnceLock},
     time::Duration,
 };
@@ -168,8 +168,12 @@ pub(super) fn parse_host(host: &str) -> Option<String> {
     }
     let host = host.to_ascii_lowercase();
     let (name, namespace) = host.strip_suffix(SUFFIX)?.rsplit_once('.')?;
-    let is_name =
-        target::is_service_name(namespace) && name.split('.').all(target::is_service_name);
+    // In the cluster's own DNS such a name means the address.
+    let is_address = name.replace('-', ".").parse::<Ipv4Addr>().is_ok()
+        || name.replace('-', ":").parse::<Ipv6Addr>().is_ok();
+    let is_name = !is_address
+        && target::is_service_name(namespace)
+        && name.split('.').all(target::is_service_name);
     is_name.then(|| format!("{namespace}/{name}"))
 }
 

@@ -1,5 +1,5 @@
 use super::*;
-use causeway_gateway::config::Kubernetes;
+use causeway_gateway::config::{Kubernetes, PodObjects};
 use serde_json::{Value, json};
 
 fn object(name: &str, labels: &Value, addresses: &[(&str, &str)], pods: &[&str]) -> Node {
@@ -129,6 +129,34 @@ fn an_outside_client_uses_external_addresses_else_internal_ones() {
     assert_eq!(outward(&[inside, ("Hostname", "n")]), ["10.0.0.1"]);
     let both = [inside, ("ExternalIP", "192.0.2.1")];
     assert_eq!(outward(&both), ["192.0.2.1"]);
+}
+
+#[test]
+fn an_edge_takes_no_address_in_the_networks_of_pods() {
+    let net = |text: &str| text.parse().unwrap();
+    let claimed = [("InternalIP", "10.0.0.1"), ("InternalIP", "10.244.1.9")];
+    let trusted = |is_edge: bool, rules: &Kubernetes| {
+        let label = if is_edge {
+            json!({ "causeway.io/edge": "true" })
+        } else {
+            json!({})
+        };
+        texts(&cluster_node(&object("n", &label, &claimed, &[]), rules).addresses)
+    };
+    let follows = Kubernetes {
+        pods: Some(PodObjects::default()),
+        pod_networks: vec![net("10.244.0.0/16")],
+        ..rules()
+    };
+    assert_eq!(trusted(true, &follows), ["10.0.0.1"]);
+    // A node in the cloud keeps its address, which no edge may take then.
+    assert_eq!(trusted(false, &follows).len(), 2);
+    let overlapping = Kubernetes {
+        address_networks: vec![net("10.0.0.0/8")],
+        ..follows
+    };
+    assert_eq!(trusted(true, &overlapping).len(), 2);
+    assert_eq!(trusted(true, &rules()).len(), 2);
 }
 
 #[test]

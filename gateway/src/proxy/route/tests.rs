@@ -296,7 +296,8 @@ fn a_node_with_the_name_of_a_service_comes_first() {
 /// Returns nodes of a cluster whose pods are followed: `edge-1`, whose `podCIDRs` name the wrong pods, `edge-2` and `cloud-1`.
 fn nodes_with_pods() -> (NodesWriter, PodsWriter) {
     let writer = NodesWriter::default();
-    writer.follow_pods(&["10.240.0.0/12".parse().unwrap()]);
+    let networks = ["10.240.0.0/12", "fd10::/64"].map(|net| net.parse().unwrap());
+    writer.follow_pods(&networks);
     let member = |is_edge, address: &str| ClusterNode {
         is_edge,
         addresses: vec![address.parse().unwrap()],
@@ -309,6 +310,9 @@ fn nodes_with_pods() -> (NodesWriter, PodsWriter) {
         // A node whose own address is in the networks of pods.
         (name("edge-2"), member(true, "10.240.0.2")),
         (name("cloud-1"), member(false, "10.0.0.3")),
+        (name("cloud-2"), member(false, "10.240.0.3")),
+        // It claims the address of a pod in the cloud.
+        (name("edge-3"), member(true, "10.250.9.12")),
     ];
     writer.replace_cluster(members.into());
     let mut pods = writer.pods(100).unwrap();
@@ -321,6 +325,10 @@ fn nodes_with_pods() -> (NodesWriter, PodsWriter) {
     let all = [
         pod("a/web", "edge-1", "10.250.7.7"),
         pod("a/other", "edge-1", "10.250.7.8"),
+        Pod {
+            addresses: [address("10.250.7.9:0").ip(), address("[fd10::7]:0").ip()].into(),
+            ..pod("a/dual", "edge-1", "10.250.7.9")
+        },
         pod("b/web", "edge-2", "10.244.1.9"),
         pod("c/web", "cloud-1", "10.244.1.10"),
         pod("d/web", "edge-9", "10.244.1.11"),
@@ -329,6 +337,8 @@ fn nodes_with_pods() -> (NodesWriter, PodsWriter) {
         pod("f/evil", "edge-1", "10.240.0.2"),
         pod("g/webhook", "cloud-1", "10.250.9.10"),
         pod("g/thief", "edge-1", "10.250.9.10"),
+        pod("h/thief", "edge-1", "10.240.0.3"),
+        pod("h/webhook", "cloud-1", "10.250.9.12"),
     ];
     pods.replace(all.into()).unwrap();
     (writer, pods)
@@ -374,8 +384,10 @@ fn pod_objects_and_not_pod_networks_name_the_node_of_a_pod() {
         by_address("10.244.1.11", Err(NodeUnknown)),
         by_address("10.250.9.9", Err(NodeUnknown)),
         by_address("10.250.9.10", Err(NodeUnknown)),
-        // A pod takes no address from a node.
+        // A pod takes no address from a node, at the edge or elsewhere, and a node at the edge takes none from a pod elsewhere.
         by_address("10.240.0.2", to("edge-2", "edge-2:80")),
+        by_address("10.240.0.3", Err(NodeUnknown)),
+        by_address("10.250.9.12", Err(NodeUnknown)),
     ]);
     let (writer, _pods) = nodes_with_pods();
     for (original, expected) in [
@@ -384,6 +396,7 @@ fn pod_objects_and_not_pod_networks_name_the_node_of_a_pod() {
     ] {
         let fixed = NodeName::parse("edge-1").unwrap();
         let asked = RouteInput {
+            sni: (original == "10.244.1.77:443").then_some("edge-1"),
             original: Some(address(original)),
             fixed: Some(&fixed),
             ..RouteInput::default()
@@ -409,6 +422,17 @@ fn the_name_of_a_pod_leads_to_its_address() {
         (None, Some("victim.e.pod"), Err(NodeUnknown)),
         (None, Some("evil.f.pod"), Err(NodeUnknown)),
         (None, Some("nobody.a.pod"), Err(NodeUnknown)),
+        // Both addresses of one pod, and the cluster's own name of an address, which is an ordinary host.
+        (
+            Some("dual.a.pod"),
+            Some("[fd10::7]:9"),
+            to("edge-1", "[fd10::7]:9"),
+        ),
+        (
+            Some("edge-1"),
+            Some("10-250-7-7.a.pod"),
+            to("edge-1", "edge-1:80"),
+        ),
     ]);
 }
 
@@ -487,6 +511,8 @@ fn the_gateway_dials_only_pods_that_are_known_to_be_elsewhere() {
         ("10.250.9.10", true),
         ("192.0.2.1", true),
         ("10.0.0.3", true),
+        ("10.240.0.3", true),
+        ("10.250.9.12", true),
         ("10.250.7.7", false),
         ("10.244.1.77", false),
         ("10.250.9.9", false),

@@ -67,6 +67,11 @@ impl AddressClaims {
         })
     }
 
+    /// Whether the strongest claim is only that of a Node object of an edge, which its kubelet writes.
+    pub(super) fn is_by_object(&self) -> bool {
+        matches!(self.0.first(), Some((ClaimPriority::Object(_), _)))
+    }
+
     /// Returns the conflict, if several nodes have the address.
     pub(super) fn conflict(&self) -> Option<AddressConflict> {
         if self.0.len() < 2 {

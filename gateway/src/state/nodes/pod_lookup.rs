@@ -3,7 +3,7 @@
 use super::{AddressMatch, Cluster, Nodes, Table};
 use crate::state::pods::{self, Pod, PodLookup, PodMatch};
 use causeway_certs::NodeName;
-use std::net::IpAddr;
+use std::{net::IpAddr, sync::Arc};
 
 /// Location of the node of a pod.
 enum PodNode {
@@ -57,6 +57,26 @@ impl Nodes {
         }
     }
 
+    /// Returns the match of an address that an edge has by its Node object alone, if a pod elsewhere has the address, or may have it.
+    /// A pod at another edge takes no address from a node.
+    pub(super) fn elsewhere_pod_match(
+        &self,
+        table: &Table,
+        address: IpAddr,
+    ) -> Option<AddressMatch> {
+        let found = self.pod_match(table, address)?;
+        matches!(found, AddressMatch::Unknown | AddressMatch::Undecided(_)).then_some(found)
+    }
+
+    /// Whether both addresses are those of one pod.
+    pub fn is_same_pod(&self, one: IpAddr, other: IpAddr) -> bool {
+        one.to_canonical() == other.to_canonical()
+            || matches!(
+                (self.pods.by_address(one), self.pods.by_address(other)),
+                (PodLookup::Pod(one), PodLookup::Pod(other)) if Arc::ptr_eq(&one, &other)
+            )
+    }
+
     /// Whether the cluster's Pod objects are followed.
     pub fn follows_pods(&self) -> bool {
         self.pods.are_followed()
@@ -65,6 +85,7 @@ impl Nodes {
     /// Whether only the table of pods can say which node has this address, or that none has it.
     pub fn is_pod_address(&self, address: IpAddr) -> bool {
         self.pods.by_address(address) != PodLookup::NotFollowed
+            && !self.is_elsewhere(address)
             && !matches!(
                 self.by_address(address),
                 AddressMatch::Node(_) | AddressMatch::Several(_)
