@@ -137,7 +137,6 @@ fn cluster_node(node: &Node, settings: &Kubernetes) -> ClusterNode {
         let value = labels.get(&label.key);
         value.is_some_and(|value| label.value.as_ref().is_none_or(|wanted| wanted == value))
     };
-    let is_edge = settings.edge_labels.iter().any(has_label);
     let status = node.status.as_ref();
     let addresses = status.and_then(|status| status.addresses.as_ref());
     let of_type = |kind: &'static str| {
@@ -149,10 +148,7 @@ fn cluster_node(node: &Node, settings: &Kubernetes) -> ClusterNode {
         .chain(of_type("ExternalIP"))
         .filter_map(|address| address.address.parse::<IpAddr>().ok())
         .map(|address| address.to_canonical())
-        .filter(|address| {
-            is_own(*address, &settings.address_networks)
-                && !(is_edge && is_for_pods(*address, settings))
-        })
+        .filter(|address| is_own(*address, &settings.address_networks))
         .collect();
     // Edges that dial a wrong address find no valid certificate there.
     let addresses_outside = |kind| {
@@ -175,11 +171,14 @@ fn cluster_node(node: &Node, settings: &Kubernetes) -> ClusterNode {
         .filter(|net| settings.pod_networks.iter().any(|all| all.contains(net)))
         .collect();
     ClusterNode {
-        is_edge,
+        is_edge: settings.edge_labels.iter().any(has_label),
         // A Node without a creation time was not created by a cluster and has no priority over others.
         created_at: created.map_or(u64::MAX, |time| {
             u64::try_from(time.0.as_second()).unwrap_or_default()
         }),
+        pod_addresses: (trusted.iter().copied())
+            .filter(|address| is_for_pods(*address, settings))
+            .collect(),
         addresses: trusted,
         external_addresses: outward,
         pod_networks,
@@ -197,8 +196,7 @@ fn cluster_node(node: &Node, settings: &Kubernetes) -> ClusterNode {
     }
 }
 
-/// Whether an address is for pods only. A kubelet at the edge must not take such an address for its node; only networks that are listed
-/// for nodes as well may have both.
+/// Whether an address is for pods only. Only networks that are listed for nodes as well have both.
 fn is_for_pods(address: IpAddr, settings: &Kubernetes) -> bool {
     let within = |all: &[IpNet]| all.iter().any(|net| net.contains(&address));
     settings.pods.is_some() && within(&settings.pod_networks) && !within(&settings.address_networks)

@@ -114,6 +114,7 @@ impl AsyncRead for ClientSession {
             0 if polled.is_pending() => self.buffered.note_pending(),
             0 => self.buffered.note_chunk(0),
             read => {
+                self.connection.condition.note_taken();
                 // At most a window of bytes is buffered behind the bytes read.
                 let window = usize::try_from(self.connection.window).unwrap_or(usize::MAX);
                 self.buffered.note_chunk(read + window);

@@ -10,7 +10,7 @@ pub(super) mod special_addresses;
 
 use super::{
     access_log::AccessRecord,
-    authn::ClientIdentity,
+    authn::{AuthMethod, ClientIdentity},
     authz::{Action, AuthzRequest, Destination},
     client_session::PendingSession,
     context::Proxy,
@@ -73,6 +73,20 @@ pub struct DirectConnect<'a> {
     pub record: &'a Arc<AccessRecord>,
 }
 
+impl DirectConnect<'_> {
+    /// Returns the error for the client. An anonymous client does not learn which pods exist.
+    fn hide_pods(&self, error: Error) -> Error {
+        let is_about_target = matches!(error.reason, Reason::Forbidden | Reason::NodeUnknown);
+        if is_about_target
+            && self.client.method == AuthMethod::Anonymous
+            && self.proxy.shared.nodes.follows_pods()
+        {
+            return self.proxy.listener.authentication.missing_credentials();
+        }
+        error
+    }
+}
+
 /// Returns the target of a CONNECT that this listener may dial itself, because no edge serves the target.
 pub(crate) fn direct_target(
     networks: &[IpNet],
@@ -115,7 +129,8 @@ pub(super) async fn connect(
     direct.record.set_node_permit(permit);
     let session = PendingSession::take(&mut request);
     let deadline = Instant::now() + shared.timeouts.connect;
-    let (tcp, address) = dial(&direct, deadline).await?;
+    let dialled = dial(&direct, deadline).await;
+    let (tcp, address) = dialled.map_err(|error| direct.hide_pods(error))?;
     // A later reload finds the address in the record. This check covers an earlier reload.
     check(&direct.proxy.listener.latest(), &shared.nodes, address)?;
     direct.record.session_started(StatusCode::OK);
@@ -136,7 +151,10 @@ async fn dial(
     let mut last_error = None;
     for (attempts, address) in candidates.iter().enumerate() {
         match authorize_address(direct, **address).await {
-            Err(refusal) if refusal.reason == Reason::Forbidden => {
+            // For an anonymous client, a refused pod looks like an unknown one.
+            Err(refusal)
+                if matches!(refusal.reason, Reason::Forbidden | Reason::Unauthenticated) =>
+            {
                 last_error = Some(refusal);
                 continue;
             }

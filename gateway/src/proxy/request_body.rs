@@ -29,7 +29,7 @@ const MAX_DISCARD_BYTES: usize = 256 << 20;
 #[derive(Debug)]
 pub struct RequestBody {
     inner: Option<Incoming>,
-    /// Connection of an HTTP/1.1 client, which is notified of the body's end.
+    /// State of the client's connection, which is notified of the body's progress and end. `None` if there is no body.
     connection_state: Option<Arc<ConnState>>,
     /// Parts for discarding the body; `None` if there is no body, or if the client waits for a 100 before it sends the body.
     discarder: Option<Discarding>,
@@ -49,11 +49,11 @@ impl RequestBody {
         inner: Incoming,
         expects_continue: bool,
         (limits, tasks, peer): (&Arc<Limits>, &Arc<TaskGroup>, RemoteAddr),
-        connection_state: Option<&Arc<ConnState>>,
+        connection_state: &Arc<ConnState>,
     ) -> Self {
         let should_discard = !expects_continue && !inner.is_end_stream();
         Self {
-            connection_state: connection_state.filter(|_| !inner.is_end_stream()).cloned(),
+            connection_state: (!inner.is_end_stream()).then(|| connection_state.clone()),
             inner: Some(inner),
             discarder: should_discard.then(|| Discarding {
                 limits: limits.clone(),
@@ -90,10 +90,12 @@ impl Body for RequestBody {
             return Poll::Ready(None);
         };
         let frame = ready!(Pin::new(&mut *inner).poll_frame(cx));
-        if (frame.is_none() || inner.is_end_stream())
-            && let Some(condition) = &self.connection_state
-        {
-            condition.body_ended();
+        let has_ended = frame.is_none() || inner.is_end_stream();
+        if let Some(condition) = &self.connection_state {
+            condition.note_taken();
+            if has_ended {
+                condition.body_ended();
+            }
         }
         Poll::Ready(frame)
     }

@@ -57,6 +57,9 @@ pub struct ClusterNode {
     pub created_at: u64,
     /// Addresses of the node.
     pub addresses: Vec<IpAddr>,
+    /// Those of the addresses that are for pods only. A node at the edge has them only if its record confirms them: its kubelet could
+    /// take the address of a pod of another node.
+    pub pod_addresses: Vec<IpAddr>,
     /// The addresses by which a node that is not at the edge is reached from outside.
     pub external_addresses: Vec<IpAddr>,
     /// Networks of the pods on the node.
@@ -319,7 +322,11 @@ impl NodeSources {
 impl Node {
     /// Applies the cluster's data about the node.
     fn apply_cluster_data(&mut self, member: &ClusterNode) {
-        self.addresses.clone_from(&member.addresses);
+        let confirmed = std::mem::take(&mut self.addresses);
+        let is_own = |address: &&IpAddr| {
+            !member.pod_addresses.contains(address) || confirmed.contains(address)
+        };
+        self.addresses = member.addresses.iter().filter(is_own).copied().collect();
         self.pod_networks.clone_from(&member.pod_networks);
         let record_labels = std::mem::replace(&mut self.labels, member.labels.clone());
         self.labels.extend(record_labels);
@@ -1085,5 +1092,47 @@ mod tests {
             "10.245.0.0/16",
         ];
         assert_eq!(shared, several);
+    }
+
+    #[test]
+    fn an_edge_has_an_address_for_pods_only_if_its_record_confirms_it() {
+        let (writer, name) = (NodesWriter::default(), NodeName::parse("edge-1").unwrap());
+        let [confirmed, claimed]: [IpAddr; 2] =
+            ["10.244.0.1", "10.244.0.9"].map(|text| text.parse().unwrap());
+        let record = Node {
+            addresses: vec![confirmed],
+            ..Node::default()
+        };
+        writer.upsert(name.clone(), record);
+        let member = ClusterNode {
+            is_edge: true,
+            addresses: vec![confirmed, claimed],
+            pod_addresses: vec![confirmed, claimed],
+            ..ClusterNode::default()
+        };
+        writer.replace_cluster([(name.clone(), member)].into());
+        let known = writer.reader().get(&name).unwrap();
+        assert_eq!(known.addresses, [confirmed]);
+    }
+
+    #[test]
+    fn the_address_of_a_node_elsewhere_is_no_pod_of_an_edge() {
+        let writer = NodesWriter::default();
+        let [edge, cloud] = ["edge-1", "cloud-1"].map(|name| NodeName::parse(name).unwrap());
+        let members = [
+            ClusterNode {
+                is_edge: true,
+                pod_networks: vec!["10.244.1.0/24".parse().unwrap()],
+                ..ClusterNode::default()
+            },
+            ClusterNode {
+                addresses: vec!["10.244.1.3".parse().unwrap()],
+                ..ClusterNode::default()
+            },
+        ];
+        writer.replace_cluster([edge.clone(), cloud].into_iter().zip(members).collect());
+        let found = |address: &str| writer.reader().by_address(address.parse().unwrap());
+        assert_eq!(found("10.244.1.3"), AddressMatch::Unknown);
+        assert_eq!(found("10.244.1.4"), AddressMatch::Pod(edge));
     }
 }

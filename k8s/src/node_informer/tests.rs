@@ -132,31 +132,26 @@ fn an_outside_client_uses_external_addresses_else_internal_ones() {
 }
 
 #[test]
-fn an_edge_takes_no_address_in_the_networks_of_pods() {
+fn an_address_in_the_networks_of_pods_is_for_pods_unless_it_is_listed_for_nodes() {
     let net = |text: &str| text.parse().unwrap();
     let claimed = [("InternalIP", "10.0.0.1"), ("InternalIP", "10.244.1.9")];
-    let trusted = |is_edge: bool, rules: &Kubernetes| {
-        let label = if is_edge {
-            json!({ "causeway.io/edge": "true" })
-        } else {
-            json!({})
-        };
-        texts(&cluster_node(&object("n", &label, &claimed, &[]), rules).addresses)
+    let for_pods = |rules: &Kubernetes| {
+        let node = cluster_node(&object("n", &json!({}), &claimed, &[]), rules);
+        assert_eq!(texts(&node.addresses), ["10.0.0.1", "10.244.1.9"]);
+        texts(&node.pod_addresses)
     };
     let follows = Kubernetes {
         pods: Some(PodObjects::default()),
         pod_networks: vec![net("10.244.0.0/16")],
         ..rules()
     };
-    assert_eq!(trusted(true, &follows), ["10.0.0.1"]);
-    // A node in the cloud keeps its address, which no edge may take then.
-    assert_eq!(trusted(false, &follows).len(), 2);
+    assert_eq!(for_pods(&follows), ["10.244.1.9"]);
     let overlapping = Kubernetes {
         address_networks: vec![net("10.0.0.0/8")],
         ..follows
     };
-    assert_eq!(trusted(true, &overlapping).len(), 2);
-    assert_eq!(trusted(true, &rules()).len(), 2);
+    assert!(for_pods(&overlapping).is_empty());
+    assert!(for_pods(&rules()).is_empty());
 }
 
 #[test]

@@ -52,8 +52,8 @@ pub struct ConnState {
     head_started_at: AtomicU64,
     /// Eviction handle of the stream that carries the response, if the client speaks HTTP/1.1.
     eviction: Mutex<Option<Eviction>>,
-    /// Number of reads that returned bytes of HTTP/2.
-    http2_reads: AtomicU64,
+    /// Number of reads that returned bytes of HTTP/2, and of such bytes that a body or a session has taken.
+    http2_activity: AtomicU64,
     /// Time since which the socket accepts no bytes, in milliseconds after `created_at`, plus one; 0 means none.
     blocked_since: AtomicU64,
     /// Notified when a stream was evicted, if the client speaks HTTP/2.
@@ -81,7 +81,7 @@ impl Default for ConnState {
             expects_head: AtomicBool::new(false),
             head_started_at: AtomicU64::new(1),
             eviction: Mutex::default(),
-            http2_reads: AtomicU64::new(0),
+            http2_activity: AtomicU64::new(0),
             blocked_since: AtomicU64::new(0),
             stream_lost: Notify::new(),
             is_session: AtomicBool::new(false),
@@ -168,12 +168,19 @@ impl ConnState {
 
     /// Records that bytes of HTTP/2 were read.
     pub(super) fn note_http2_read(&self) {
-        self.http2_reads.fetch_add(1, Relaxed);
+        self.http2_activity.fetch_add(1, Relaxed);
     }
 
-    /// Returns the number of reads that returned bytes of HTTP/2.
-    pub(super) fn http2_reads(&self) -> u64 {
-        self.http2_reads.load(Relaxed)
+    /// Records that a body or a session has taken bytes. Has no effect on HTTP/1.1.
+    pub fn note_taken(&self) {
+        if self.http2_activity.load(Relaxed) > 0 {
+            self.http2_activity.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// Returns a number that changes with each activity of an HTTP/2 client; 0 for HTTP/1.1.
+    pub(super) fn http2_activity(&self) -> u64 {
+        self.http2_activity.load(Relaxed)
     }
 
     /// Records that a stream was evicted.

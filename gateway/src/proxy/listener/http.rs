@@ -141,9 +141,11 @@ const MAX_SEND_BUFFER: usize = 128 << 10;
 const MAX_CONCURRENT_STREAMS: u32 = 250;
 /// Time without a byte from an HTTP/2 client after which it is sent a PING.
 const PING_INTERVAL: Duration = Duration::from_secs(30);
-/// Time without a byte from an HTTP/2 client with open requests after which its connection ends. hyper would end the connection as
-/// if all sessions and bodies were complete (hyper 1.12), so its timeout is longer.
+/// Time without a byte from an HTTP/2 client with open requests after which its connection ends.
 const SILENCE_LIMIT: Duration = Duration::from_mins(1);
+/// Timeout of hyper for the answer to a PING, which must never pass: hyper ends the connection as if all sessions and bodies were
+/// complete (hyper 1.12).
+const NO_PING_TIMEOUT: Duration = Duration::from_hours(24 * 365);
 /// Interval of the checks for such clients.
 const SILENCE_CHECK_INTERVAL: Duration = Duration::from_secs(15);
 
@@ -255,19 +257,20 @@ fn events<'a>(
     .collect()
 }
 
-/// Waits until a client that speaks HTTP/2 and has open requests has sent nothing for [`SILENCE_LIMIT`], rounded up to an interval of
-/// checks. Until the first frame, the client may still speak HTTP/1.1, whose clients may be silent.
+/// Waits until a client that speaks HTTP/2 and has open requests has shown no activity for [`SILENCE_LIMIT`], rounded up to an interval of
+/// checks. Activity is what hyper counts as such, because hyper sends the PINGs: bytes from the socket, and buffered bytes that a body
+/// or a session takes. Until the first frame, the client may still speak HTTP/1.1, whose clients may be silent.
 async fn wait_silent(condition: &ConnState, idle: &IdleTimer) {
     let (mut seen, mut silence) = (0, Duration::ZERO);
     while silence < SILENCE_LIMIT {
         sleep(SILENCE_CHECK_INTERVAL).await;
-        let reads = condition.http2_reads();
-        silence = if reads > 0 && reads == seen && idle.has_open_requests() {
+        let activity = condition.http2_activity();
+        silence = if activity > 0 && activity == seen && idle.has_open_requests() {
             silence + SILENCE_CHECK_INTERVAL
         } else {
             Duration::ZERO
         };
-        seen = reads;
+        seen = activity;
     }
 }
 
@@ -449,7 +452,7 @@ fn builder(proxy: &Proxy, window: u32) -> auto::Builder<TaskExecutor> {
         .max_frame_size(causeway_tunnel::wire::MAX_FRAME)
         .max_header_list_size(u32::try_from(MAX_URI_BYTES + header_bytes * 2).unwrap_or(u32::MAX))
         .keep_alive_interval(PING_INTERVAL)
-        .keep_alive_timeout(2 * SILENCE_LIMIT);
+        .keep_alive_timeout(NO_PING_TIMEOUT);
     builder
 }
 
@@ -485,6 +488,7 @@ mod tests {
         let (condition, idle) = (ConnState::default(), Arc::new(IdleTimer::default()));
         let waiting = || tokio::time::timeout(10 * SILENCE_LIMIT, wait_silent(&condition, &idle));
         let request = idle.begin_request();
+        condition.note_taken();
         waiting().await.expect_err("HTTP/1.1");
         condition.note_http2_read();
         drop(request);
@@ -499,6 +503,17 @@ mod tests {
         tokio::select! {
             () = wait_silent(&condition, &idle) => panic!("the client answers"),
             () = answering => {}
+        }
+        // Bytes that were read long ago are taken, so hyper sends no PING.
+        let taking = async {
+            for _ in 0..100 {
+                sleep(SILENCE_LIMIT / 2).await;
+                condition.note_taken();
+            }
+        };
+        tokio::select! {
+            () = wait_silent(&condition, &idle) => panic!("hyper sends no PING"),
+            () = taking => {}
         }
         waiting().await.expect("the client is silent");
     }

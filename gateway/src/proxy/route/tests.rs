@@ -311,6 +311,14 @@ fn nodes_with_pods() -> (NodesWriter, PodsWriter) {
         (name("edge-2"), member(true, "10.240.0.2")),
         (name("cloud-1"), member(false, "10.0.0.3")),
         (name("cloud-2"), member(false, "10.240.0.3")),
+        // It claims the address of a pod of `edge-1`.
+        (
+            name("edge-4"),
+            ClusterNode {
+                pod_addresses: vec!["10.250.7.7".parse().unwrap()],
+                ..member(true, "10.250.7.7")
+            },
+        ),
         // It claims the address of a pod in the cloud.
         (name("edge-3"), member(true, "10.250.9.12")),
     ];
