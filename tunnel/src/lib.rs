@@ -22,7 +22,7 @@ pub mod body;
 pub mod buffered;
 pub mod control_frame_limit;
 pub mod copy;
-mod cork;
+pub mod cork;
 pub mod eviction;
 pub mod frame_parser;
 pub mod headers;

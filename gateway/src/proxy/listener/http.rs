@@ -21,6 +21,7 @@ use crate::{
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
     control_frame_limit::ControlFrameLimiter,
+    cork::Cork,
     eviction::Eviction,
     informational::{ExchangeId, InformationalIo},
     request_target::MAX_URI_BYTES,
@@ -40,7 +41,7 @@ use hyper_util::{
 use pin_project_lite::pin_project;
 use std::{
     convert::Infallible,
-    future::Future,
+    future::{Future, poll_fn},
     pin::{Pin, pin},
     sync::{Arc, OnceLock},
     task::{Context, Poll, ready},
@@ -170,14 +171,15 @@ pub(super) async fn serve(
             Ok::<_, Infallible>(respond(&proxy, &connection, request, exchange).await)
         })
     });
-    let io = wrap_io(proxy, io, &connection);
+    let cork = Cork::new(io);
+    let io = wrap_io(proxy, cork.clone(), &connection);
     let mut serving = pin!(builder.serve_connection_with_upgrades(TokioIo::new(io), service));
     let condition = connection.condition.clone();
     let mut events = events(proxy, &connection, &stop);
     loop {
         tokio::select! {
             biased;
-            ended = serving.as_mut() => {
+            ended = poll_fn(|cx| poll_corked(serving.as_mut(), (&cork, &condition), cx)) => {
                 if let Err(error) = ended {
                     tracing::debug!(%error, "a client's connection ended");
                     record_parse_failure(proxy, &connection, error.downcast_ref());
@@ -212,6 +214,23 @@ pub(super) async fn serve(
             }
         }
     }
+}
+
+/// Polls a connection, and sends together what it has written if it speaks HTTP/2: the responses to several requests.
+fn poll_corked<F: Future>(
+    serving: Pin<&mut F>,
+    (cork, condition): (&Cork<ClientIo>, &ConnState),
+    cx: &mut Context<'_>,
+) -> Poll<F::Output> {
+    let is_http2 = condition.http2_activity() > 0;
+    if is_http2 {
+        cork.cork();
+    }
+    let polled = serving.poll(cx);
+    if is_http2 {
+        cork.uncork(cx);
+    }
+    polled
 }
 
 /// Event of a connection besides its requests. Such events are rare, so their futures are polled only when they are woken, and
@@ -334,9 +353,9 @@ fn record_parse_failure(
 /// Wraps the connection for hyper.
 fn wrap_io(
     proxy: &Proxy,
-    io: ClientIo,
+    io: Cork<ClientIo>,
     connection: &ClientConnection,
-) -> InformationalIo<ControlFrameLimiter<ClientIo, impl Fn() + use<>>> {
+) -> InformationalIo<ControlFrameLimiter<Cork<ClientIo>, impl Fn() + use<>>> {
     let metrics = proxy.shared.metrics.clone();
     let io = ControlFrameLimiter::new(io, move || {
         tracing::debug!("a client flooded its connection with control frames");
