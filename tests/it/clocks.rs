@@ -210,6 +210,7 @@ async fn a_node_that_joined_under_a_wrong_clock_can_join_again() {
     let configuration = format!("{OPEN}\nstate: {{ etcd: {{ endpoints: [\"{endpoint}\"] }} }}");
     let folder = folder_with_old_ca().await;
     let right = GatewayProcess::of(folder, "127.0.0.1:0", &configuration).await;
+    right.until_ready().await;
     let folder = tempfile::tempdir().unwrap();
     let wrong = GatewayProcess::of_by(clock.causeway(), folder, "127.0.0.1:0", &configuration);
     let wrong = Box::pin(wrong).await;

@@ -22,7 +22,7 @@ async fn another(etcd: &Etcd, first: &GatewayProcess) -> GatewayProcess {
 }
 
 async fn another_with(configuration: &str, first: &GatewayProcess) -> GatewayProcess {
-    until_ready(first).await;
+    first.until_ready().await;
     let folder = tempfile::tempdir().unwrap();
     GatewayProcess::of(folder, "127.0.0.1:0", configuration).await
 }
@@ -38,18 +38,6 @@ fn configuration_at(endpoint: &str, prefix: &str) -> String {
 /// Runs a command on the gateway's data directory.
 async fn order(site: &GatewayProcess, line: &str) -> ExitedProcess {
     causeway(line).flag("--data-dir", site.data()).run().await
-}
-
-async fn readyz(site: &GatewayProcess) -> String {
-    let url = format!("http://{}/readyz", site.admin);
-    Tool::new("curl").args(["-sS", &url]).run().await.text()
-}
-
-async fn until_ready(site: &GatewayProcess) {
-    until("the gateway is ready", async || {
-        readyz(site).await == "ready\n"
-    })
-    .await;
 }
 
 async fn until_known(site: &GatewayProcess, node: &str, state: &str) {
@@ -78,7 +66,7 @@ async fn each_command_works_at_any_gateway() {
     let (etcd, app) = (Etcd::start().await, App::saying("it").await);
     let one = GatewayProcess::with_listeners(&configuration(&etcd, "/causeway/")).await;
     let two = another(&etcd, &one).await;
-    until_ready(&two).await;
+    two.until_ready().await;
     let roots = |site: &GatewayProcess| fs::read(site.data().join("ca.pem")).unwrap();
     assert_eq!(roots(&one), roots(&two));
 
@@ -113,7 +101,7 @@ async fn each_command_works_at_any_gateway() {
 
     // A gateway whose data directory is lost has the state again from its start.
     let two = two.restart(|data| fs::remove_dir_all(data).unwrap()).await;
-    until_ready(&two).await;
+    two.until_ready().await;
     assert_eq!(two.node("edge-1").await["state"], "revoked");
     order(&two, "node allow edge-1").await.ok();
     until_known(&one, "edge-1", "away").await;
@@ -134,19 +122,19 @@ async fn without_etcd_edges_stay_and_what_cannot_be_decided_is_refused() {
     let (mut etcd, app) = (Etcd::start().await, App::saying("it").await);
     let one = GatewayProcess::with_listeners(&configuration(&etcd, "/causeway/")).await;
     let two = another(&etcd, &one).await;
-    until_ready(&two).await;
+    two.until_ready().await;
     let edge = one.join("edge-1", app.port()).await;
     let token = one.token("--node edge-2").await;
     until_known(&two, "edge-1", "away").await;
 
     etcd.stop();
     let has_fault = async || {
-        readyz(&one)
+        one.readyz()
             .await
             .contains("fault: the shared state cannot be synchronized")
     };
     until("the gateway reports that etcd is away", has_fault).await;
-    assert!(readyz(&one).await.starts_with("ready\n"));
+    assert!(one.readyz().await.starts_with("ready\n"));
     assert_eq!(one.nobody().get(URL).await.status, 200);
     let mut joining = one
         .edge("edge-2", app.port())
@@ -169,7 +157,7 @@ async fn without_etcd_edges_stay_and_what_cannot_be_decided_is_refused() {
     joining.wait_for_line("tunnel registered").await;
     until_known(&one, "edge-1", "revoked").await;
     assert_ne!(one.nobody().get(URL).await.status, 200);
-    until_ready(&one).await;
+    one.until_ready().await;
     edge.kill().await;
     joining.kill().await;
 }
@@ -182,7 +170,7 @@ async fn a_slow_etcd_delays_decisions_and_one_that_is_too_slow_refuses_them() {
     let configuration = configuration_at(&format!("http://{}", link.address()), "/causeway/");
     let one = GatewayProcess::with_listeners(&configuration).await;
     let two = another_with(&configuration, &one).await;
-    until_ready(&two).await;
+    two.until_ready().await;
     let edge = one.join("edge-1", app.port()).await;
     let tokens = [
         one.token("--node edge-2").await,
@@ -199,7 +187,7 @@ async fn a_slow_etcd_delays_decisions_and_one_that_is_too_slow_refuses_them() {
     revoked.ok();
     until_known(&one, "edge-2", "revoked").await;
     assert_eq!(one.nobody().get(URL).await.status, 200);
-    until_ready(&one).await;
+    one.until_ready().await;
 
     // No answer comes in time.
     link.delay(Duration::from_secs(4), 0..0);
@@ -213,15 +201,15 @@ async fn a_slow_etcd_delays_decisions_and_one_that_is_too_slow_refuses_them() {
     revoked.failed(&["the other gateways have not received it yet"]);
     until("the gateway reports that etcd is too slow", async || {
         let fault = "fault: the shared state cannot be synchronized";
-        readyz(&two).await.contains(fault)
+        two.readyz().await.contains(fault)
     })
     .await;
-    assert!(readyz(&two).await.starts_with("ready\n"));
+    assert!(two.readyz().await.starts_with("ready\n"));
     assert_eq!(one.nobody().get(URL).await.status, 200);
 
     link.delay(Duration::ZERO, 0..0);
     joined.wait_for_line("tunnel registered").await;
-    until_ready(&two).await;
+    two.until_ready().await;
     until_known(&one, "edge-3", "away").await;
     edge.kill().await;
 }
@@ -232,7 +220,7 @@ async fn an_etcd_that_is_restored_from_a_backup_undoes_no_decision() {
     let (mut etcd, app) = (Etcd::start().await, App::saying("it").await);
     let one = GatewayProcess::with_listeners(&configuration(&etcd, "/causeway/")).await;
     let two = another(&etcd, &one).await;
-    until_ready(&two).await;
+    two.until_ready().await;
     let revoked = one.join("edge-1", app.port()).await;
     let removed = one.join("edge-2", app.port()).await;
     let token = one.token("--node edge-3").await;
@@ -258,11 +246,11 @@ async fn an_etcd_that_is_restored_from_a_backup_undoes_no_decision() {
     etcd.restore(&backup).await;
     // A gateway without files sees what the others have stored again.
     let third = another(&etcd, &one).await;
-    until_ready(&third).await;
+    third.until_ready().await;
     for site in [&one, &two, &third] {
         until_known(site, "edge-1", "revoked").await;
         until("the node stays removed", async || is_gone(site).await).await;
-        until_ready(site).await;
+        site.until_ready().await;
         let thief = site.edge("thief", app.port()).flag("--join", &token);
         let refused = thief.run().await;
         refused.failed(&["the join token was already used"]);
@@ -295,7 +283,7 @@ async fn edges_that_reconnect_or_are_probed_write_nothing_to_etcd() {
     let probing = "tunnel: { ping_after: 100ms, ping_timeout: 5s }";
     let config = format!("{}\n{probing}", configuration(&etcd, "/causeway/"));
     let one = GatewayProcess::with_listeners(&config).await;
-    until_ready(&one).await;
+    one.until_ready().await;
     let before = revision(&etcd).await;
     let joining = (0..EDGES).map(|number| {
         let one = &one;
@@ -310,7 +298,7 @@ async fn edges_that_reconnect_or_are_probed_write_nothing_to_etcd() {
     for _ in 0..3 {
         one = one.restart(|_| {}).await;
         one.gateway.wrote(CONNECTED, EDGES, PATIENCE).await;
-        until_ready(&one).await;
+        one.until_ready().await;
     }
     assert_eq!(revision(&etcd).await, joined);
     drop(edges);
@@ -364,7 +352,7 @@ async fn the_state_moves_from_a_data_directory_to_etcd_and_back() {
         &configuration(&etcd, "/moved/"),
     )
     .await;
-    until_ready(&moved).await;
+    moved.until_ready().await;
     let rows: Value = moved.node("edge-2").await;
     assert_eq!(rows["revoked"], "lost");
     let other = GatewayProcess::with_listeners(OPEN).await;

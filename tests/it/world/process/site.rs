@@ -111,6 +111,20 @@ impl GatewayProcess {
         Self::of_by(program, folder, "127.0.0.1:0", configuration).await
     }
 
+    /// Returns the answer about its readiness.
+    pub(crate) async fn readyz(&self) -> String {
+        let url = format!("http://{}/readyz", self.admin);
+        Tool::new("curl").args(["-sS", &url]).run().await.text()
+    }
+
+    /// Waits until it is ready without a fault. With shared state, other gateways find its CA there from then on.
+    pub(crate) async fn until_ready(&self) {
+        until("the gateway is ready", async || {
+            self.readyz().await == "ready\n"
+        })
+        .await;
+    }
+
     /// Returns the output of a gateway that fails to start in this folder.
     pub(crate) async fn refused(folder: &TempDir, configuration: &str) -> ExitedProcess {
         write(folder, configuration);
