@@ -23,6 +23,7 @@ mod listeners;
 mod names;
 mod nodes;
 mod only_tunnel;
+mod pod_objects;
 mod ports;
 mod reviews;
 mod rows;
@@ -103,6 +104,7 @@ fn groups() -> [Vec<Trial>; 6] {
         .chain(egress::trials())
         .chain(rows::trials("egress", Way::Unix))
         .chain(listeners::trials())
+        .chain(pod_objects::trials())
         .chain([ports::proxied("egress", Way::Unix)])
         .chain(fleet::trials())
         .collect();
