@@ -2,7 +2,7 @@
 //! clock.
 
 use crate::{
-    peers::{free_port, peers_of},
+    peers::peers_of,
     world::{
         app::App,
         clock::WallClock,
@@ -17,6 +17,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 use tempfile::TempDir;
+use test_summary::unused_port;
 use tokio::time::sleep;
 
 const URL: &str = "http://edge-1:9100/";
@@ -56,7 +57,7 @@ struct Fleet {
 impl Fleet {
     async fn start() -> Self {
         let (clock, app) = (WallClock::new("+0"), App::saying("here").await);
-        let tunnels = [free_port(), free_port()].map(|port| format!("127.0.0.1:{port}"));
+        let tunnels = [unused_port(), unused_port()].map(|port| format!("127.0.0.1:{port}"));
         let [first, second] = &tunnels;
         let configuration = format!("{OPEN}\npeers: {{ addresses: [\"{first}\", \"{second}\"] }}");
         let folder = folder_with_old_ca().await;

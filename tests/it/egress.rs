@@ -2,7 +2,6 @@
 
 mod otlp;
 
-use crate::peers::free_port;
 use crate::world::{
     World,
     app::{App, Script},
@@ -20,6 +19,7 @@ use causeway_gateway::{
 };
 use serde_json::{Value, json};
 use std::{io, net::SocketAddr, time::Duration};
+use test_summary::unused_port;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
@@ -543,7 +543,7 @@ async fn a_stopping_edge_does_not_wait_for_connections_that_last() {
 
 /// Starts the edge of edge-1, which has joined, at one of these gateways. Returns the address of its listener for `app` as well.
 async fn edge_process(site: &GatewayProcess, gateways: &str) -> (Process, String) {
-    let listen = format!("127.0.0.1:{}", free_port());
+    let listen = format!("127.0.0.1:{}", unused_port());
     let listener = json!({ "listeners": [{ "listen": listen, "to": "app" }] });
     let mut edge = causeway("edge --admin-listen 127.0.0.1:0 --tunnels-gateways one")
         .flag("--gateways", gateways)

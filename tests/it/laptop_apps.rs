@@ -18,6 +18,7 @@ use std::{
     process::Stdio,
     time::Duration,
 };
+use test_summary::unused_port;
 use tokio::{
     net::{TcpListener, TcpStream},
     process::Command,
@@ -319,7 +320,7 @@ async fn psql_reaches_a_server_by_forward() {
     let (script, port) = (
         "chown nobody $0 && exec setpriv --reuid=nobody --clear-groups sh -c \
          'initdb -D $0/data -A trust -U ann >/dev/null && exec postgres -D $0/data -k $0 -p $1 -c listen_addresses=127.0.0.1' $0 $1",
-        free_port().await,
+        unused_port(),
     );
     fs::create_dir(&data).unwrap();
     Tool::new("chmod")
@@ -343,11 +344,6 @@ async fn psql_reaches_a_server_by_forward() {
     let url = format!("postgresql://ann@{local}/postgres");
     let psql = Tool::new("psql").args([&url, "-At", "-c", query]);
     assert_eq!(psql.run().await.ok().text(), "10000|10000000\n");
-}
-
-async fn free_port() -> u16 {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-    listener.local_addr().unwrap().port()
 }
 
 #[tokio::test]

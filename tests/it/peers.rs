@@ -17,6 +17,7 @@ use std::{
         atomic::{AtomicBool, Ordering::Relaxed},
     },
 };
+use test_summary::unused_port;
 use tokio::{io::AsyncWriteExt, net::TcpStream};
 use tokio_util::sync::CancellationToken;
 
@@ -40,12 +41,6 @@ fn address(number: usize) -> Ipv4Addr {
     Ipv4Addr::new(127, 53, 20, u8::try_from(number).unwrap() + 1)
 }
 
-/// Returns a port that is free at all addresses of gateways.
-pub(crate) fn free_port() -> u16 {
-    let socket = std::net::TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).unwrap();
-    socket.local_addr().unwrap().port()
-}
-
 impl Fleet {
     /// Starts gateways that have seen these nodes of one pool join.
     pub(crate) async fn start(count: usize, nodes: &[&str], app: &App, further: &str) -> Self {
@@ -55,7 +50,7 @@ impl Fleet {
 
     /// Starts gateways with this configuration.
     async fn start_with(count: usize, nodes: &[&str], app: &App, configuration: &str) -> Self {
-        let port = free_port();
+        let port = unused_port();
         let tunnel = |number| format!("{}:{port}", address(number));
         let peers: Vec<_> = (0..count)
             .map(|number| format!("\"{}\"", tunnel(number)))
@@ -490,7 +485,7 @@ async fn a_pool_whose_edges_are_at_different_gateways_has_one_leader() {
     let nodes = ["edge-1", "edge-2"];
     let fleet = Fleet::start(2, &nodes, &app, &further).await;
     let start = async |number: usize| {
-        let at = format!("127.0.0.1:{}", free_port());
+        let at = format!("127.0.0.1:{}", unused_port());
         let cache = format!(
             "{{ listen: \"127.0.0.1:0\", members: {{ listen: \"{at}\", addresses: [\"{at}\"] }} }}"
         );

@@ -2,18 +2,16 @@
 //!
 //! Real processes. With `CAUSEWAY_TEST_FULL=1` Prometheus must also have no failed scrape of any node that stays.
 
-use crate::{
-    peers::free_port,
-    world::{
-        app::App,
-        process::{GatewayProcess, Process},
-        tool::{Running, Tool, full, need, prometheus},
-        until,
-    },
+use crate::world::{
+    app::App,
+    process::{GatewayProcess, Process},
+    tool::{Running, Tool, full, need, prometheus},
+    until,
 };
 use futures_util::future::join_all;
 use serde_json::{Value, json};
 use std::{collections::BTreeSet, fs};
+use test_summary::unused_port;
 
 /// Listener that is a proxy and has the list of nodes, without TLS. A scrape does not wait for a lost tunnel.
 const PROXY: &str = "timeouts: { reconnect: 0s }\nlisteners: [{ name: proxy, protocol: connect, listen: \"127.0.0.1:0\", plaintext_networks: [127.0.0.0/8], anonymous: true }]";
@@ -58,7 +56,7 @@ impl Prometheus {
         });
         let file = site.path("prometheus.yaml");
         fs::write(&file, config.to_string()).unwrap();
-        let address = format!("127.0.0.1:{}", free_port());
+        let address = format!("127.0.0.1:{}", unused_port());
         let process = Tool::new(prometheus().unwrap())
             .args([format!("--config.file={}", file.display())])
             .args([format!(

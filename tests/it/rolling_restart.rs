@@ -19,11 +19,12 @@ use std::{
     cell::{Cell, RefCell},
     fmt::Write,
     fs, io,
-    net::{Ipv4Addr, SocketAddr, TcpListener},
+    net::{Ipv4Addr, SocketAddr},
     path::Path,
     time::Duration,
 };
 use tempfile::TempDir;
+use test_summary::unused_port;
 use tokio::{
     io::AsyncWriteExt,
     time::{Instant, MissedTickBehavior, interval, sleep, timeout},
@@ -41,12 +42,6 @@ fn address(number: u8, port: u16) -> SocketAddr {
     (Ipv4Addr::new(127, 53, 24, number), port).into()
 }
 
-/// Returns ports that are free at all addresses.
-fn free_ports() -> [u16; 3] {
-    let sockets = [(); 3].map(|()| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).unwrap());
-    sockets.map(|socket| socket.local_addr().unwrap().port())
-}
-
 /// The gateways, their edges, and a client of the balancer.
 struct Fleet {
     gateways: Vec<GatewayProcess>,
@@ -57,7 +52,7 @@ struct Fleet {
 
 impl Fleet {
     async fn start(app: &App) -> Self {
-        let [tunnels, clients, admin] = free_ports();
+        let [tunnels, clients, admin] = [(); 3].map(|()| unused_port());
         let peers: Vec<_> = (1..=GATEWAYS)
             .map(|number| format!("\"{}\"", address(number, tunnels)))
             .collect();

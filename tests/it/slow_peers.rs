@@ -1,7 +1,7 @@
 //! A gateway whose control connection to another one is slow, while the connections for requests are not.
 
 use crate::{
-    peers::{free_port, peers_of},
+    peers::peers_of,
     world::{
         app::App,
         link::Link,
@@ -11,6 +11,7 @@ use crate::{
     },
 };
 use std::{net::SocketAddr, time::Duration};
+use test_summary::unused_port;
 
 /// Delay in each direction with which a probe is answered too late for a healthy gateway, and in time for a live one.
 const LATE: Duration = Duration::from_secs(4);
@@ -35,7 +36,7 @@ impl Fleet {
     async fn start() -> Self {
         let app = App::saying("here").await;
         let tunnels =
-            [free_port(), free_port()].map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
+            [unused_port(), unused_port()].map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
         let (link, way_back) = (Link::to(tunnels[1]).await, Link::to(tunnels[0]).await);
         // With one worker there is one connection for requests.
         let configuration = |to: &Link| {

@@ -1,4 +1,4 @@
-//! Record of skipped tests, shared by the test programs of one `cargo test`.
+//! Record of skipped tests, shared by the test programs of one `cargo test`; and ports for their servers.
 //!
 //! libtest hides the output of a test that passes, so a skipped test appends a line to a file below cargo's target
 //! directory. The test `summary` of this package runs last and prints what the file has.
@@ -10,6 +10,10 @@ use std::{
     io::{self, Write},
     path::{Path, PathBuf},
 };
+
+mod ports;
+
+pub use ports::unused_port;
 
 /// Names the file of the run, for test programs that cargo does not start itself.
 const RUN: &str = "CAUSEWAY_TEST_SKIPPED";

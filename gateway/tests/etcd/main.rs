@@ -19,7 +19,8 @@ use causeway_gateway::{
     config,
     shared_state::{EtcdEngine, StateEngine},
 };
-use server::{Authority, Etcd, free_port, full, need_etcd, run, until, until_loaded};
+use server::{Authority, Etcd, full, need_etcd, run, until, until_loaded};
+use test_summary::unused_port;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -397,7 +398,7 @@ async fn the_next_member_is_used_if_one_does_not_answer() {
     // One accepts connections and never answers, one is closed.
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let silent_url = format!("http://{}", silent.local_addr().unwrap());
-    let closed_url = format!("http://127.0.0.1:{}", free_port());
+    let closed_url = format!("http://127.0.0.1:{}", unused_port());
     let config = config::Etcd {
         endpoints: vec![closed_url.clone(), silent_url.clone(), etcd.url()],
         ..etcd.config()

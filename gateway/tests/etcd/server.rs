@@ -3,7 +3,7 @@
 use std::{
     env, fs,
     io::Write,
-    net::{Ipv4Addr, TcpListener},
+    net::Ipv4Addr,
     path::{Path, PathBuf},
     process::Stdio,
     time::Duration,
@@ -18,7 +18,7 @@ use rcgen::{
     KeyPair,
 };
 use tempfile::TempDir;
-use test_summary::Skipped;
+use test_summary::{Skipped, unused_port};
 use tokio::{
     net::TcpStream,
     process::{Child, Command},
@@ -130,7 +130,7 @@ impl Etcd {
         let cluster = cluster.map(str::to_owned).to_vec();
         // Another process may take the port before the server does.
         for _ in 0..5 {
-            let port = free_port();
+            let port = unused_port();
             let mut child = spawn(folder.path(), port, &tls, &cluster);
             if is_serving(&mut child, port).await {
                 return Self {
@@ -149,11 +149,11 @@ impl Etcd {
 
     /// Starts the three members of a cluster.
     pub(crate) async fn start_cluster() -> [Self; 3] {
-        let peers = [(); 3].map(|()| format!("http://127.0.0.1:{}", free_port()));
+        let peers = [(); 3].map(|()| format!("http://127.0.0.1:{}", unused_port()));
         let [one, two, three] = &peers;
         let all = format!("--initial-cluster=0={one},1={two},2={three}");
         let mut members = [0, 1, 2].map(|index| {
-            let (folder, port) = (tempfile::tempdir().unwrap(), free_port());
+            let (folder, port) = (tempfile::tempdir().unwrap(), unused_port());
             let url = &peers[index];
             let cluster = vec![
                 format!("--name={index}"),
@@ -292,12 +292,6 @@ async fn is_serving(child: &mut Child, port: u16) -> bool {
         }
     });
     serving.await.expect("etcd listens in time")
-}
-
-/// Returns a port at which no server listens.
-pub(crate) fn free_port() -> u16 {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    listener.local_addr().unwrap().port()
 }
 
 /// Runs a program to its successful end. Returns its output.

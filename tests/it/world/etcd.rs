@@ -3,9 +3,10 @@
 use super::{tool::Running, tool::Tool, until};
 use std::{
     fs,
-    net::{Ipv4Addr, SocketAddr, TcpListener},
+    net::{Ipv4Addr, SocketAddr},
 };
 use tempfile::TempDir;
+use test_summary::unused_port;
 use tokio::net::TcpStream;
 
 pub(crate) struct Etcd {
@@ -16,13 +17,11 @@ pub(crate) struct Etcd {
 
 impl Etcd {
     pub(crate) async fn start() -> Self {
-        let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let mut etcd = Self {
             folder: tempfile::tempdir().unwrap(),
-            port: port.local_addr().unwrap().port(),
+            port: unused_port(),
             server: None,
         };
-        drop(port);
         etcd.start_again().await;
         etcd
     }

@@ -532,6 +532,10 @@ async fn a_silent_leader_stays_until_another_node_was_heard() {
     second.hushed.send_replace(true);
     let tunnel = |node| world.registry.select_tunnel(&name(node)).unwrap().tunnel;
     let (leading, other) = (tunnel("edge-1"), tunnel("edge-2"));
+    // An answer in transit would be heard after the leader's probe.
+    world
+        .until(|_| other.idle_for() > Duration::from_millis(300))
+        .await;
     leading.request_probe();
     world.until(|_| !other.unanswered_for().is_zero()).await;
     world.until(|_| leading.is_suspect()).await;

@@ -1,6 +1,6 @@
 //! A test's own gateway: CA, configuration, process, and the files that edges and clients need.
 //!
-//! Each site has its own directory and ports that the system chose, and ends with the test.
+//! Each site has its own directory and ports, and ends with the test.
 
 use super::{
     Causeway, ExitedProcess, Process, causeway, causeway_asking, causeway_on_a_full_disk,
@@ -21,6 +21,7 @@ use std::{
     path::{Path, PathBuf},
 };
 use tempfile::TempDir;
+use test_summary::unused_port;
 
 /// Listener without authentication and without TLS.
 pub(crate) const OPEN: &str = "listeners: [{ name: web, protocol: http, listen: \"127.0.0.1:0\", port: 9100, anonymous: true }]";
@@ -396,6 +397,11 @@ fn write(folder: &TempDir, configuration: &str) {
 }
 
 fn gateway(program: Causeway, folder: &Path, tunnel: &str) -> Causeway {
+    // At a port that the system chooses, the gateway could not start again while a connection uses that port.
+    let tunnel = match tunnel.strip_suffix(":0") {
+        Some(host) => format!("{host}:{}", unused_port()),
+        None => tunnel.to_owned(),
+    };
     program
         .args(["gateway"])
         .flag("--config", folder.join("gateway.yaml"))
