@@ -222,15 +222,14 @@ async fn requests_wait_only_for_a_node_with_a_restarting_edge() {
     let unknown = testbed.client_at("plain").get("http://edge-2:9100/").await;
     assert_eq!(unknown.status, 404);
     testbed.edge.kill().await;
+    // A request that is sent before that is lost with the tunnel.
+    until("the gateway has noticed", async || {
+        testbed.node("edge-1").await["state"] == "away"
+    })
+    .await;
     let clients = [testbed.client(), testbed.http2()];
     let asking = join_all(clients.iter().map(|client| client.get(URL)));
-    let (answers, started) = tokio::join!(asking, async {
-        until("the gateway has noticed", async || {
-            testbed.node("edge-1").await["state"] == "away"
-        })
-        .await;
-        testbed.edge.start().await
-    });
+    let (answers, started) = tokio::join!(asking, testbed.edge.start());
     started.unwrap();
     for answer in answers {
         assert_eq!(answer.text(), "here");

@@ -499,6 +499,7 @@ async fn unix_listeners_and_dns_are_taken_over() {
 async fn health_tells_a_process_of_another_container_apart() {
     need!("mounts");
     let site = GatewayProcess::start().await;
+    site.until_ready().await;
     let data = site.data();
     let health = |flags: &[&str]| causeway("health").flag("--data-dir", &data).args(flags);
     health(&["--ready", "--same-container"]).run().await.ok();
