@@ -92,6 +92,7 @@ def h2load(bed: Bed, contestant: Contestant, connections: int, streams: int, sec
         raise Trouble(f"h2load got no answer: {' '.join(told) or said[-400:]}")
     requests = int(outcomes.group(1))
     return {
+        "requests": float(requests),
         "requests_per_s": requests / seconds,
         "errors": float(sum(int(outcomes.group(group)) for group in (2, 3, 4))),
         WRONG: float(sum(int(count) for count in statuses.groups())),

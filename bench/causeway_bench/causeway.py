@@ -42,8 +42,9 @@ class Causeway(Contestant):
     edge_settings: str = ""
     other_tunnels: tuple[int, ...] = ()
     folder: Path = Path()
-    # Put before the gateway's command: a profiler.
+    # Put before the gateway's command, and before the edge's: a profiler.
     under: tuple[str, ...] = ()
+    edge_under: tuple[str, ...] = ()
 
     def start(self, bed: Bed, app: int) -> None:
         self.bootstrap(bed)
@@ -123,11 +124,12 @@ class Causeway(Contestant):
                 more=self.edge_settings,
             ),
         )
-        command = [bed.tools.path(self.program), "edge", "--config", str(configuration)]
+        command = [*self.edge_under, bed.tools.path(self.program), "edge", "--config", str(configuration)]
         edge = bed.spawn(f"{self.folder.name}-edge", command, "rest")
         self.processes["edge"] = edge
         with bed.at("rest"):
-            wait_for("the edge is connected", lambda: answers(admin, "/readyz"), [edge], 60)
+            bound = 120 if self.edge_under else 60
+            wait_for("the edge is connected", lambda: answers(admin, "/readyz"), [edge], bound)
         return edge
 
 

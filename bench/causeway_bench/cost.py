@@ -1,5 +1,5 @@
-"""The gateway's cost of a request, as counts: instructions and allocations by callgrind, system calls by strace and
-perf.
+"""The cost of a request, as counts: instructions and allocations of gateway and edge by callgrind, system calls of the
+gateway by strace and perf.
 
 A busy machine does not change counts. Each is the difference of a long and a short load, which removes handshakes.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from . import load
 from .bed import Bed
-from .callers import Figures, wrk
+from .callers import Figures, h2load, wrk
 from .causeway import Causeway
 from .contestant import Contestant, fresh_name
 from .measures import TURNED
@@ -30,20 +31,45 @@ _COUNTED = re.compile(r"^(\d+),[^,]*,syscalls:sys_enter_(\w+),", re.MULTILINE)
 # Costs of crossing: locks that another thread holds, or for which one waits, and writes that wake the other thread.
 _CROSSING = {"futex": "futexes_per_request", "write": "wakes_per_request"}
 _CALLERS = 8
+# Connections of HTTP/2 clients, which share the callers as streams.
+_HTTP2_CONNECTIONS = 2
 # A lock that another thread holds, or a thread that waits to be woken.
 _WAITS = "futex"
 
 
 def instructions(bed: Bed, contestant: Contestant) -> Figures:
-    """Counts the gateway's cost of a request over HTTP/1.1."""
-    gateway = _causeway(contestant)
+    """Counts the gateway's cost of a request over HTTP/1.1 and over HTTP/2, and the edge's over HTTP/1.1. The gateway and
+    the edge run under callgrind one after the other, so that the other one is as fast as usual."""
+    causeway = _causeway(contestant)
     folder = bed.scratch / "callgrind"
     folder.mkdir(exist_ok=True)
-    gateway.under = (bed.tools.path("valgrind"), "--tool=callgrind", f"--callgrind-out-file={folder}/%p")
-    gateway.start(bed, bed.apps["files"])
-    wrk(bed, gateway, _CALLERS, 2)
-    short = _count(bed, gateway, folder, 2)
-    long = _count(bed, gateway, folder, 2 + 2 * bed.pace.seconds)
+    callgrind = (bed.tools.path("valgrind"), "--tool=callgrind", f"--callgrind-out-file={folder}/%p")
+
+    def http1(seconds: float) -> Figures:
+        return wrk(bed, causeway, _CALLERS, seconds)
+
+    def http2(seconds: float) -> Figures:
+        return h2load(bed, causeway, _HTTP2_CONNECTIONS, _CALLERS // _HTTP2_CONNECTIONS, seconds)
+
+    causeway.under = callgrind
+    causeway.start(bed, bed.apps["files"])
+    figures = _cost(bed, causeway.processes["front"], folder, http1)
+    figures |= _prefixed("http2", _cost(bed, causeway.processes["front"], folder, http2))
+    causeway.stop()
+    causeway.under, causeway.edge_under = (), callgrind
+    causeway.start(bed, bed.apps["files"])
+    return figures | _prefixed("edge", _cost(bed, causeway.processes["edge"], folder, http1))
+
+
+def _prefixed(prefix: str, figures: Figures) -> Figures:
+    return {f"{prefix}_{name}": value for name, value in figures.items()}
+
+
+def _cost(bed: Bed, process: Process, folder: Path, send: Callable[[float], Figures]) -> Figures:
+    """Returns instructions and allocations of a process under callgrind for a request of a load."""
+    send(2)
+    short = _count(bed, process, folder, lambda: send(2))
+    long = _count(bed, process, folder, lambda: send(2 + 2 * bed.pace.seconds))
     executed, allocations, requests = (one - other for one, other in zip(long, short, strict=True))
     if requests <= 0:
         raise Trouble(f"{short[2]:.0f} requests in the short load, {long[2]:.0f} in the long one")
@@ -54,13 +80,12 @@ def instructions(bed: Bed, contestant: Contestant) -> Figures:
     }
 
 
-def _count(bed: Bed, gateway: Causeway, folder: Path, seconds: float) -> tuple[float, float, float]:
-    """Returns instructions and allocations of the gateway, and the requests answered meanwhile."""
-    pid = str(gateway.processes["front"].pid)
+def _count(bed: Bed, process: Process, folder: Path, send: Callable[[], Figures]) -> tuple[float, float, float]:
+    """Returns instructions and allocations of the process during a load, and the requests answered meanwhile."""
     control = str(Path(bed.tools.path("valgrind")).with_name("callgrind_control"))
-    run([control, "-z", pid])
-    found = wrk(bed, gateway, _CALLERS, seconds)
-    run([control, "-d", pid])
+    run([control, "-z", str(process.pid)])
+    found = send()
+    run([control, "-d", str(process.pid)])
     dumps = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)
     text = dumps[-1].read_text(errors="replace") if dumps else ""
     total = _TOTAL.search(text)

@@ -47,6 +47,7 @@ SMOKE = ("haproxy", "haproxy-hops", "causeway")
 PER_REQUEST = ("requests_per_s", "cpu_all_us_per_request", "cpu_front_us_per_request", "cpu_edge_us_per_request")
 LINK = ("mb_per_s", "share_of_link", "p50_beside_ratio", "round_trips")
 BESIDE = ("kept", "kib_per_reader", "p99_ratio")
+COUNTED = ("instructions", "allocations")
 PER_GB = ("mb_per_s", "cpu_all_s_per_gb", "cpu_front_s_per_gb", "cpu_edge_s_per_gb")
 
 # `together`: all run during the whole row. `fresh`: each is started again for every round, `renewed`: and warms up as well.
@@ -212,8 +213,9 @@ def _standing() -> list[Row]:
             needs=("bench-load",)),
         Row("rules", "64 clients of a gateway with 10 rules, and of one with 10,000, of which the last matches",
             measures.rules, ("cpu_10000_to_10",), OWN, start="own", references=()),
-        Row("instructions", "instructions and allocations of the gateway for a request, HTTP/1.1", instructions,
-            ("instructions_per_request", "allocations_per_request"), OWN, start="own", references=(), needs=("valgrind",)),
+        Row("instructions", "instructions and allocations for a request: gateway by HTTP/1.1 and HTTP/2, edge by HTTP/1.1",
+            instructions, tuple(f"{of}{what}_per_request" for of in ("", "http2_", "edge_") for what in COUNTED), OWN,
+            start="own", references=(), needs=("valgrind",)),
         Row("system-calls", "system calls of a gateway with two workers for a request, HTTP/1.1, 64 clients", system_calls,
             ("system_calls_per_request",), OWN, start="own", references=(), needs=("strace",)),
         Row("waits", "locks and wakes of a gateway with two workers, 64 clients that change nodes with each request",
