@@ -4,12 +4,10 @@
 //! is full of single bytes takes a gigabyte. The code below h2 counts frames that arrive, and the stream's owner counts
 //! frames that it consumes. The cost of the remaining frames counts as if it were bytes.
 
-use std::{
-    collections::HashMap,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicUsize, Ordering::Relaxed},
-    },
+use fnv::FnvHashMap;
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicUsize, Ordering::Relaxed},
 };
 
 /// Memory that h2 needs for a frame besides its payload, in bytes.
@@ -20,7 +18,8 @@ const LARGE_FRAME_BYTES: usize = 1024;
 /// Number of small frames that the open streams hold.
 #[derive(Debug, Default)]
 pub(crate) struct SmallFrames {
-    streams: Mutex<HashMap<u32, usize>>,
+    /// Frames by stream. This end assigns the numbers of streams, so no peer can make their hashes collide.
+    streams: Mutex<FnvHashMap<u32, usize>>,
     /// Number of frames of all streams.
     total: AtomicUsize,
 }
@@ -57,7 +56,7 @@ impl SmallFrames {
         }
     }
 
-    fn streams(&self) -> MutexGuard<'_, HashMap<u32, usize>> {
+    fn streams(&self) -> MutexGuard<'_, FnvHashMap<u32, usize>> {
         self.streams.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
