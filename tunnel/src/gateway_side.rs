@@ -154,6 +154,9 @@ impl Inner {
     /// Whether the tunnel makes no real progress, although single bytes arrive.
     fn is_stuck(&self) -> bool {
         let ping_sent_ms = self.ping_sent_ms.load(Relaxed);
+        if ping_sent_ms == 0 {
+            return false;
+        }
         let unanswered_for = self
             .started_at
             .elapsed()
@@ -162,7 +165,7 @@ impl Inner {
             .traffic
             .bytes_read()
             .saturating_sub(self.read_at_ping.load(Relaxed));
-        ping_sent_ms > 0 && unanswered_for >= STUCK_AFTER && read < STUCK_MAX_BYTES
+        unanswered_for >= STUCK_AFTER && read < STUCK_MAX_BYTES
     }
 
     /// Records the time since which a probe is unanswered.

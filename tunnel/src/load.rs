@@ -220,6 +220,7 @@ pub(crate) struct OpenStreamGuard(Arc<Inner>);
 struct Inner {
     load: Arc<TunnelLoad>,
     generation: usize,
+    opened_at: Instant,
     withdrawn: AtomicBool,
 }
 
@@ -238,6 +239,7 @@ impl OpenStreamGuard {
         let guard = Self(Arc::new(Inner {
             load: load.clone(),
             generation,
+            opened_at: Instant::now(),
             withdrawn: AtomicBool::new(false),
         }));
         if load.open_streams() > limit {
@@ -270,8 +272,8 @@ pub(crate) struct ByteCounter {
 impl ByteCounter {
     pub(crate) fn new(guard: OpenStreamGuard) -> Self {
         Self {
+            window_start: guard.0.opened_at,
             guard,
-            window_start: Instant::now(),
             window_bytes: 0,
             small_frames: None,
         }

@@ -71,9 +71,11 @@ impl BufferMonitor {
     }
 
     /// Queries the buffered bytes of the streams, at most once per [`SAMPLE_INTERVAL`].
-    pub(super) fn sample(&mut self, load: &TunnelLoad) {
-        if self.may_hold_bytes(load) && self.sampled_at.elapsed() >= SAMPLE_INTERVAL {
-            self.sampled_at = Instant::now();
+    pub(super) fn sample(&mut self, load: &TunnelLoad, now: Instant) {
+        if self.may_hold_bytes(load)
+            && now.saturating_duration_since(self.sampled_at) >= SAMPLE_INTERVAL
+        {
+            self.sampled_at = now;
             self.last_sample = load.sample_buffered();
         }
     }

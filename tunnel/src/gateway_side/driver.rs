@@ -201,17 +201,18 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
                 return Poll::Ready(TunnelEnd::from_result(result));
             }
             self.cork.uncork(cx);
+            let now = Instant::now();
             if let Poll::Ready(pong) = self.ping_pong.poll_pong(cx) {
                 match pong {
-                    Ok(_) => self.record_pong(),
+                    Ok(_) => self.record_pong(now),
                     Err(error) => return Poll::Ready(TunnelEnd::from_result(Err(error))),
                 }
             }
-            let resized = self.resize_windows(cx);
-            if let Some(why) = self.detect_violation() {
+            let resized = self.resize_windows(now, cx);
+            if let Some(why) = self.detect_violation(now) {
                 return Poll::Ready(TunnelEnd::Failed(why));
             }
-            match self.poll_keepalive(cx) {
+            match self.poll_keepalive(now, cx) {
                 Poll::Ready(Some(ended)) => return Poll::Ready(ended),
                 // The next poll of the connection writes the queued frames.
                 Poll::Ready(None) => {}
@@ -222,9 +223,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
     }
 
     /// Checks liveness. Ready when a frame was sent or the tunnel is dead.
-    fn poll_keepalive(&mut self, cx: &mut Context<'_>) -> Poll<Option<TunnelEnd>> {
+    fn poll_keepalive(
+        &mut self,
+        mut now: Instant,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<TunnelEnd>> {
         loop {
-            let now = Instant::now();
             let (read, written) = (self.traffic.last_read(), self.traffic.last_written());
             // Only one probe may be outstanding; the response to a turn also proves liveness.
             let probe_requested = self.shared.probe_requested.swap(false, Relaxed);
@@ -259,6 +263,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
             if self.timer.as_mut().poll(cx).is_pending() {
                 return Poll::Pending;
             }
+            now = Instant::now();
         }
     }
 
@@ -272,7 +277,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
             PendingControlFrame::Ping(_) | PendingControlFrame::WindowGrant => false,
             // A quiet peer has sent everything, including its acknowledgement.
             PendingControlFrame::Settings if !is_quiet => {
-                let sent = self.set_window(self.stream_window);
+                let sent = self.set_window(self.stream_window, now);
                 if sent {
                     // The acknowledgement is a byte read. Without this, each acknowledgement would cause the next probe.
                     self.last_probe = now;
@@ -291,9 +296,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
         }
     }
 
-    fn record_pong(&mut self) {
+    fn record_pong(&mut self, now: Instant) {
         if let PendingControlFrame::Ping(sent) = self.pending_frame {
-            self.round_trips.push_back(sent.elapsed());
+            self.round_trips
+                .push_back(now.saturating_duration_since(sent));
             if self.round_trips.len() > ROUND_TRIP_SAMPLES {
                 self.round_trips.pop_front();
             }
@@ -329,7 +335,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
 
     /// Returns a description of behaviour that an honest edge does not show. The limits on its unread bytes at this end rely
     /// on its acknowledgements.
-    fn detect_violation(&mut self) -> Option<String> {
+    fn detect_violation(&mut self, now: Instant) -> Option<String> {
         let (read, budget) = (self.traffic.bytes_read(), self.config.budget);
         let overrun = self.buffer_monitor.overrun(&self.shared.load, read, budget);
         if let Some(buffered) = overrun.filter(|_| !self.config.is_trusted) {
@@ -339,18 +345,18 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
         }
         let overdue_since = self
             .awaiting_ack_since
-            .filter(|since| since.elapsed() >= ACK_TIMEOUT);
+            .filter(|since| now.saturating_duration_since(*since) >= ACK_TIMEOUT);
         overdue_since
             .map(|_| format!("the edge has not acknowledged new SETTINGS for {ACK_TIMEOUT:?}"))
     }
 
     /// Changes the window of the streams. Returns `false` if the edge has not acknowledged the last change.
-    fn set_window(&mut self, window: u32) -> bool {
+    fn set_window(&mut self, window: u32, now: Instant) -> bool {
         let sent = self.connection.set_initial_window_size(window).is_ok();
         if sent {
             self.awaiting_ack_since = None;
         } else {
-            self.awaiting_ack_since.get_or_insert_with(Instant::now);
+            self.awaiting_ack_since.get_or_insert(now);
         }
         sent
     }
@@ -378,9 +384,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
 
     /// Changes the windows of both ends if the number of streams, the round trip or the unread bytes require it. Returns
     /// whether SETTINGS were queued.
-    fn resize_windows(&mut self, cx: &mut Context<'_>) -> bool {
+    fn resize_windows(&mut self, now: Instant, cx: &mut Context<'_>) -> bool {
         self.shared.load.driver_waker().register(cx.waker());
-        self.buffer_monitor.sample(&self.shared.load);
+        self.buffer_monitor.sample(&self.shared.load, now);
         if let Some(accepted_window) = self.shared.window_grant.take_accepted() {
             self.grant_backoff
                 .record(accepted_window, self.stream_window);
@@ -395,7 +401,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
         ) {
             return false;
         }
-        let since_resize = self.last_resize.elapsed();
+        let since_resize = now.saturating_duration_since(self.last_resize);
         let may_raise = since_resize >= RAISE_INTERVAL;
         let next_window = flow_control::next_window(self.stream_window, self.desired_window());
         let Some(next_window) = next_window.filter(|next| *next < self.stream_window || may_raise)
@@ -406,28 +412,28 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
                 .retry_delay()
                 .is_some_and(|after| since_resize >= after)
             {
-                self.last_resize = Instant::now();
-                self.offer_grant();
+                self.last_resize = now;
+                self.offer_grant(now);
             }
             return false;
         };
-        if !self.set_window(next_window) {
+        if !self.set_window(next_window, now) {
             return false;
         }
         self.stream_window = next_window;
-        self.last_resize = Instant::now();
+        self.last_resize = now;
         self.pending_frame = PendingControlFrame::Settings;
-        self.offer_grant();
+        self.offer_grant(now);
         let resize_threshold = flow_control::stream_threshold(next_window, self.available_budget());
         self.shared.load.set_resize_threshold(resize_threshold);
         true
     }
 
     /// Offers a window grant to the edge.
-    fn offer_grant(&mut self) {
+    fn offer_grant(&mut self, now: Instant) {
         if self.shared.window_grant.offer(self.stream_window) {
             self.pending_frame = PendingControlFrame::WindowGrant;
-            self.awaiting_ack_since = Some(Instant::now());
+            self.awaiting_ack_since = Some(now);
         }
     }
 }
