@@ -22,13 +22,14 @@ use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, header
 use std::{
     future::poll_fn,
     net::SocketAddr,
+    pin::Pin,
     sync::Arc,
     task::{Context, Poll, ready},
     time::Duration,
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite},
-    time::{Instant, sleep_until},
+    time::{Instant, Sleep, sleep_until},
 };
 
 /// Configuration of the edge's end of a tunnel.
@@ -74,6 +75,8 @@ pub struct EdgeSide<S: AsyncRead + AsyncWrite + Unpin> {
     config: EdgeSideConfig,
     stream_window: u32,
     last_sample: Instant,
+    /// Timer of the next check for silence. Kept between streams, because starting a timer takes a lock.
+    silence_timer: Pin<Box<Sleep>>,
 }
 
 /// A stream from the gateway.
@@ -212,6 +215,7 @@ where
     Ok(EdgeSide {
         connection,
         cork,
+        silence_timer: Box::pin(sleep_until(traffic.last_read() + config.read_timeout)),
         traffic,
         load: Arc::new(TunnelLoad::for_process(
             config.bulk_threshold,
@@ -307,13 +311,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
     async fn accept_request(
         &mut self,
     ) -> Result<(Request<h2::RecvStream>, h2::server::SendResponse<Bytes>), TunnelEnd> {
-        let read_timeout = self.config.read_timeout;
-        let mut timer = std::pin::pin!(sleep_until(self.traffic.last_read() + read_timeout));
         let Self {
             connection,
             cork,
+            traffic,
             load,
+            config,
             last_sample,
+            silence_timer,
             ..
         } = self;
         let mut next_request = poll_fn(|cx| {
@@ -336,12 +341,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
                     Some(Err(error)) => Err(TunnelEnd::from_result(Err(error))),
                     None => Err(TunnelEnd::Peer),
                 },
-                () = timer.as_mut() => {
-                    let deadline = self.traffic.last_read() + read_timeout;
+                () = silence_timer.as_mut() => {
+                    let deadline = traffic.last_read() + config.read_timeout;
                     if deadline <= Instant::now() {
                         return Err(TunnelEnd::Silent);
                     }
-                    timer.as_mut().reset(deadline);
+                    silence_timer.as_mut().reset(deadline);
                 }
             }
         }
@@ -359,9 +364,13 @@ fn parse_request(
             .map_err(|_| "CONNECT with an invalid target")?;
         return Ok((StreamKind::Tcp, target, 0, head));
     }
-    let target =
-        take_header(head.headers_mut(), &wire::TARGET).ok_or("a request without a target")?;
-    let target = Target::parse_private(&target).map_err(|_| "a request with an invalid target")?;
+    let target = head.headers_mut().remove(wire::TARGET);
+    let target = target.ok_or("a request without a target")?;
+    let target = target
+        .to_str()
+        .ok()
+        .and_then(|text| Target::parse_private(text).ok());
+    let target = target.ok_or("a request with an invalid target")?;
     let kind = match protocol {
         None => StreamKind::Request,
         Some(protocol) => {

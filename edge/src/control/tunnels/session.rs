@@ -22,17 +22,17 @@ use super::{
 use crate::{metrics::TunnelGuard, status::TunnelSummary};
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
-    RejectCode,
+    RejectCode, TunnelEnd,
     control_stream::{ControlStream, ControlStreamError, EdgeMessage, GatewayMessage, GoAway},
     edge_side::{EdgeSide, IncomingStream, StreamRequest},
     heartbeat::DelegatedHeartbeat,
     load::TunnelLoad,
 };
 use rustls_pki_types::CertificateDer;
-use std::{net::IpAddr, sync::Arc, time::Duration};
+use std::{net::IpAddr, pin::pin, sync::Arc, time::Duration};
 use tokio::{
     sync::{oneshot, watch},
-    time::{Instant, MissedTickBehavior, interval, timeout},
+    time::{Instant, Interval, MissedTickBehavior, interval, timeout},
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{debug, info, info_span, warn};
@@ -129,6 +129,26 @@ enum Phase {
     Leaving {
         idle_since: Instant,
     },
+}
+
+/// Event of a tunnel besides its streams.
+enum Event {
+    /// The tunnel has ended.
+    Ended(TunnelEnd),
+    /// All queued messages are sent.
+    Sent,
+    /// The gateway has sent a message, or the control stream has failed.
+    Message(Result<GatewayMessage, ControlStreamError>),
+    /// A heartbeat of another pool member has to be sent.
+    Heartbeat(Box<DelegatedHeartbeat>),
+    /// The results of the health checks have changed.
+    HealthChanged,
+    /// A stream moves bulk.
+    Bulk,
+    /// The edge stops, or no longer needs the tunnel.
+    LeaveRequested,
+    /// A check of a tunnel that leaves is due.
+    LeaveCheckDue,
 }
 
 /// Owner of the tunnel.
@@ -239,7 +259,7 @@ impl TunnelSession {
     ) {
         let streams = TaskGroup::default();
         for request in std::mem::take(&mut self.early_streams) {
-            self.accept_stream(request, &streams);
+            accept_stream(&self.context, request, &streams);
         }
         let mut end_tx = Some(end_tx);
         let error = self
@@ -283,18 +303,26 @@ impl TunnelSession {
         leave_check.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (mut is_control_open, mut phase) = (true, Phase::Open);
         loop {
-            tokio::select! {
-                next = self.edge_side.next_stream() => match next {
-                    Ok(IncomingStream::Stream(asked)) => self.accept_stream(*asked, streams),
-                    Ok(IncomingStream::Control(_)) => debug!("the gateway opened a second control stream"),
-                    Err(ended) => return self.tls_error.to_connect_error(&ended),
-                },
-                line = self.control_stream.exchange(), if is_control_open => {
-                    let Some(line) = line.transpose() else { continue };
-                    if let Ok(line @ GatewayMessage::Dismiss { why: GoAway::Superseded, .. }) = &line {
+            let condition = (phase, is_control_open);
+            match self
+                .next_event(condition, (leave_token, &mut leave_check), streams)
+                .await
+            {
+                Event::Ended(ended) => return self.tls_error.to_connect_error(&ended),
+                Event::Sent => {}
+                Event::Message(line) => {
+                    if let Ok(
+                        line @ GatewayMessage::Dismiss {
+                            why: GoAway::Superseded,
+                            ..
+                        },
+                    ) = &line
+                    {
                         // New streams go to another process of this node; open streams continue here.
                         self.release_claims();
-                        phase = Phase::Leaving { idle_since: Instant::now() };
+                        phase = Phase::Leaving {
+                            idle_since: Instant::now(),
+                        };
                         if let Some(end_tx) = end_tx.take() {
                             // A stopped slot does not receive this.
                             let _ = end_tx.send(SessionEnd::Ended(unexpected_message(line)));
@@ -310,27 +338,61 @@ impl TunnelSession {
                         Err(error) => return error,
                     }
                 }
-                heartbeat = next_heartbeat(&mut self.relay), if !self.control_stream.has_unsent() => {
+                Event::Heartbeat(heartbeat) => {
                     self.enqueue(&EdgeMessage::DelegatedHeartbeat(heartbeat));
                 }
-                // The runner of the checks owns the sender.
-                Ok(()) = self.unhealthy_ports.changed(), if !self.control_stream.has_unsent() => {
+                Event::HealthChanged => {
                     let unhealthy = self.unhealthy_ports.borrow_and_update().clone();
                     let unhealthy = unhealthy.iter().copied().collect();
                     self.enqueue(&EdgeMessage::Health { unhealthy });
                 }
-                // A draining tunnel gets no new streams that bulk transfers could delay.
-                () = self.load.wait_for_bulk(), if phase == Phase::Open => self.bulk_tracker.mark(self.slot),
-                () = leave_token.cancelled(), if phase == Phase::Open => {
+                Event::Bulk => self.bulk_tracker.mark(self.slot),
+                Event::LeaveRequested => {
                     self.release_claims();
                     phase = self.begin_leave();
                 }
-                _ = leave_check.tick(), if phase != Phase::Open || self.drain_end.is_some() => {
+                Event::LeaveCheckDue => {
                     let Some(next) = self.next_phase(phase, streams) else {
                         return ConnectError::silent("this edge closed the tunnel");
                     };
                     phase = next;
                 }
+            }
+        }
+    }
+
+    /// Accepts streams until another event of the tunnel. The waits for such events begin once, and not
+    /// again for each stream.
+    async fn next_event(
+        &mut self,
+        (phase, is_control_open): (Phase, bool),
+        (leave_token, leave_check): (&CancellationToken, &mut Interval),
+        streams: &TaskGroup,
+    ) -> Event {
+        let is_all_sent = !self.control_stream.has_unsent();
+        let is_check_due = phase != Phase::Open || self.drain_end.is_some();
+        let mut event = pin!(async {
+            tokio::select! {
+                line = self.control_stream.exchange(), if is_control_open => {
+                    line.transpose().map_or(Event::Sent, Event::Message)
+                }
+                heartbeat = next_heartbeat(&mut self.relay), if is_all_sent => Event::Heartbeat(heartbeat),
+                // The runner of the checks owns the sender.
+                Ok(()) = self.unhealthy_ports.changed(), if is_all_sent => Event::HealthChanged,
+                // A draining tunnel gets no new streams that bulk transfers could delay.
+                () = self.load.wait_for_bulk(), if phase == Phase::Open => Event::Bulk,
+                () = leave_token.cancelled(), if phase == Phase::Open => Event::LeaveRequested,
+                _ = leave_check.tick(), if is_check_due => Event::LeaveCheckDue,
+            }
+        });
+        loop {
+            tokio::select! {
+                next = self.edge_side.next_stream() => match next {
+                    Ok(IncomingStream::Stream(asked)) => accept_stream(&self.context, *asked, streams),
+                    Ok(IncomingStream::Control(_)) => debug!("the gateway opened a second control stream"),
+                    Err(ended) => return Event::Ended(ended),
+                },
+                event = &mut event => return event,
             }
         }
     }
@@ -524,26 +586,25 @@ impl TunnelSession {
             warn!(%error, "cannot send a control message to the gateway");
         }
     }
+}
 
-    fn accept_stream(&self, request: StreamRequest, streams: &TaskGroup) {
-        let context = &self.context;
-        let Ok(permit) = context.stream_permits.clone().try_acquire_owned() else {
-            let max_streams = context.config.limits.streams;
-            let detail = format!(
-                "{} has {max_streams} streams open, which is its limit (limits.streams)",
-                context.node
-            );
-            return request
-                .responder
-                .reject(&RejectCode::Busy.with_detail(detail));
-        };
-        let span = info_span!("stream", target = %request.target);
-        let stream_task = (context.serve_stream)(request);
-        streams.spawn(span, async move {
-            stream_task.await;
-            drop(permit);
-        });
-    }
+fn accept_stream(context: &TunnelContext, request: StreamRequest, streams: &TaskGroup) {
+    let Ok(permit) = context.stream_permits.clone().try_acquire_owned() else {
+        let max_streams = context.config.limits.streams;
+        let detail = format!(
+            "{} has {max_streams} streams open, which is its limit (limits.streams)",
+            context.node
+        );
+        return request
+            .responder
+            .reject(&RejectCode::Busy.with_detail(detail));
+    };
+    let span = info_span!("stream", target = %request.target);
+    let stream_task = (context.serve_stream)(request);
+    streams.spawn(span, async move {
+        stream_task.await;
+        drop(permit);
+    });
 }
 
 /// Returns the next heartbeat to send; never, if the tunnel relays none.
