@@ -23,8 +23,9 @@ impl<B: Default> Retry<B> {
         }
     }
 
-    /// Returns the request to send on a new connection, if it may be sent again. `closed_unanswered` states whether the
-    /// upstream closed the connection without a response.
+    /// Returns the request to send on a new connection, if it may be sent again. It may lack the extensions of the first
+    /// request, which most requests would copy in vain. `closed_unanswered` states whether the upstream closed the
+    /// connection without a response.
     pub fn request(
         self,
         error: &mut TrySendError<Request<B>>,
@@ -49,6 +50,5 @@ fn clone_request<A, B: Default>(request: &Request<A>) -> Request<B> {
     *copy.uri_mut() = request.uri().clone();
     *copy.version_mut() = request.version();
     copy.headers_mut().clone_from(request.headers());
-    copy.extensions_mut().clone_from(request.extensions());
     copy
 }

@@ -86,6 +86,7 @@ pub(super) async fn send_request(
     let (mut asking, _) =
         checkout_or_connect(client, upstream, wants_http2, Some(newest_id)).await?;
     connected.set(asking.address());
+    informational.attach(&mut request);
     prepare_head(&mut request, upstream, &asking);
     match asking.send(request).await {
         Ok(response) => to_upstream_response(upstream, asking, response),
