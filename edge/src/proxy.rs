@@ -284,7 +284,7 @@ impl Proxy {
                 relay::relay_bytes(*socket, send, receive).await
             }
             ResponseTail::Body(mut body) => {
-                if !ended && let Err(error) = pump(&mut *body, &mut send, None).await {
+                if !ended && let Err(error) = pump(&mut body, &mut send, None).await {
                     return pump_outcome(&error);
                 }
                 // The client's stream must not stay open until the upstream connection is idle.

@@ -155,7 +155,7 @@ async fn checkout_or_connect(
         && let Some(line) = client.pool.checkout(&upstream.id)
     {
         client.metrics.count_connection(true);
-        return Ok((ConnectionInUse::Http1(Box::new(line)), true));
+        return Ok((ConnectionInUse::Http1(line), true));
     }
     // Boxed, because most requests find an idle connection.
     let connection = Box::pin(client.dialer.connect(upstream, Alpn::Http1, deadline)).await?;
@@ -227,7 +227,7 @@ async fn begin_http1(
     overflow: Option<TargetOverflow>,
 ) -> Result<ConnectionInUse, RequestError> {
     match PooledConnection::open(connection, overflow, client.most_fields).await {
-        Ok(pooled) => Ok(ConnectionInUse::Http1(Box::new(pooled))),
+        Ok(pooled) => Ok(ConnectionInUse::Http1(pooled)),
         Err(error) => Err(map_error(upstream, &error)),
     }
 }
@@ -268,7 +268,7 @@ fn to_upstream_response(
     };
     Ok(UpstreamResponse {
         head,
-        then: ResponseTail::Body(Box::new(body)),
+        then: ResponseTail::Body(body),
     })
 }
 

@@ -44,7 +44,7 @@ pub(super) struct PooledConnection {
 
 /// Pooled connections, by upstream.
 pub(super) struct ConnectionPool {
-    pool: Pool<UpstreamKey, PooledConnection, UpstreamHttp2Pool>,
+    pool: Pool<UpstreamKey, Box<PooledConnection>, UpstreamHttp2Pool>,
     idle_timeout: Duration,
 }
 
@@ -58,13 +58,13 @@ impl ConnectionPool {
     }
 
     /// Takes the idle connection that was used last, if there is one that is alive.
-    pub(super) fn checkout(&self, key: &UpstreamKey) -> Option<PooledConnection> {
+    pub(super) fn checkout(&self, key: &UpstreamKey) -> Option<Box<PooledConnection>> {
         self.pool
             .checkout(key, |connection| connection.is_alive(self.idle_timeout))
     }
 
     /// Returns a connection to the pool, once it is idle.
-    pub(super) async fn checkin(&self, key: UpstreamKey, mut connection: PooledConnection) {
+    pub(super) async fn checkin(&self, key: UpstreamKey, mut connection: Box<PooledConnection>) {
         if connection.wait_until_idle(self.idle_timeout).await {
             connection.idle_since = Instant::now();
             self.pool.checkin(key, connection);
@@ -135,16 +135,16 @@ impl ConnectionDriver {
 
 impl PooledConnection {
     /// Starts HTTP/1.1 on a connection. `overflow` is the rest of the first request's target. A response may have at most
-    /// `max_response_headers` fields.
+    /// `max_response_headers` fields. The result is boxed once, because each request moves it out of the pool and back.
     pub(super) async fn open(
         (connection, address): (UpstreamIo, SocketAddr),
         overflow: Option<TargetOverflow>,
         max_response_headers: usize,
-    ) -> hyper::Result<Self> {
+    ) -> hyper::Result<Box<Self>> {
         let handshake_result =
             handshake(connection, overflow, (max_response_headers, None)).await?;
         let (sender, connection, answering) = handshake_result;
-        Ok(Self {
+        Ok(Box::new(Self {
             driver: ConnectionDriver {
                 connection: Some(connection),
                 is_finished: false,
@@ -155,7 +155,7 @@ impl PooledConnection {
             is_busy: false,
             body_progress: Arc::default(),
             response_observer: answering,
-        })
+        }))
     }
 
     /// Returns the address that the connection was dialled to.

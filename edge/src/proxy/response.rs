@@ -26,7 +26,7 @@ pub(super) struct UpstreamResponse {
 /// Content behind the head of a response.
 pub(super) enum ResponseTail {
     /// Body of the response.
-    Body(Box<ResponseBody>),
+    Body(ResponseBody),
     /// Bytes in both directions.
     Bytes(Box<UpstreamIo>, StreamReceiver),
 }
@@ -80,7 +80,7 @@ impl ResponseBody {
         } = self
         {
             drop(incoming);
-            pool.checkin(app, *line).await;
+            pool.checkin(app, line).await;
         }
     }
 }

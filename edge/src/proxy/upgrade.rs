@@ -65,11 +65,7 @@ pub(super) async fn send_upgrade(
     let (head, incoming) = sanitize_head(upstream, answer)?;
     Ok(UpstreamResponse {
         head,
-        then: ResponseTail::Body(Box::new(ResponseBody::http1(
-            upstream,
-            Box::new(line),
-            incoming,
-        ))),
+        then: ResponseTail::Body(ResponseBody::http1(upstream, line, incoming)),
     })
 }
 
@@ -94,7 +90,7 @@ fn prepare_request(
 
 async fn to_switched_response(
     upstream: &Upstream,
-    pooled: PooledConnection,
+    pooled: Box<PooledConnection>,
     response: Response<Incoming>,
     session: Session,
 ) -> Result<UpstreamResponse, RequestError> {
