@@ -138,6 +138,13 @@ macro_rules! dns_name {
             }
         }
 
+        /// Shares the text.
+        impl From<&$name> for Arc<str> {
+            fn from(name: &$name) -> Self {
+                name.0.clone()
+            }
+        }
+
         impl AsRef<str> for $name {
             fn as_ref(&self) -> &str {
                 self.as_str()

@@ -4,13 +4,13 @@
 //! service of the node, whose address only the edge knows as well. Parsing is pure and total: any input of a client results in a
 //! target or in an error.
 
-use std::{fmt, net::IpAddr, str::FromStr};
+use std::{fmt, net::IpAddr, str::FromStr, sync::Arc};
 
 /// `host:port` as seen from the node. The host is a name or an address, without brackets.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Target {
     /// A DNS name, the node's own name, the name of one of its services, or an IP address.
-    pub host: String,
+    pub host: Arc<str>,
     /// The TCP port. 0 stands for the only port of a service, if the client names none.
     pub port: u16,
 }
@@ -31,7 +31,7 @@ pub enum TargetError {
 
 impl Target {
     /// Creates a target from its parts.
-    pub fn new(host: impl Into<String>, port: u16) -> Self {
+    pub fn new(host: impl Into<Arc<str>>, port: u16) -> Self {
         Self {
             host: host.into(),
             port,
@@ -60,19 +60,18 @@ impl Target {
 
     /// Returns the target as text, without the formatter, because every request needs it.
     pub fn to_host_port(&self) -> String {
-        let mut text = String::with_capacity(self.host.len() + "[]:65535".len());
-        if self.host.contains(':') {
-            text.push('[');
-            text.push_str(&self.host);
-            text.push(']');
-        } else {
-            text.push_str(&self.host);
-        }
-        if self.port != 0 {
-            text.push(':');
-            text.push_str(itoa::Buffer::new().format(self.port));
-        }
-        text
+        self.parts(&mut itoa::Buffer::new()).concat()
+    }
+
+    /// Returns the parts of the target's text.
+    fn parts<'a>(&'a self, buffer: &'a mut itoa::Buffer) -> [&'a str; 5] {
+        let is_v6 = self.host.contains(':');
+        let (open, close) = if is_v6 { ("[", "]") } else { ("", "") };
+        let (colon, port) = match self.port {
+            0 => ("", ""),
+            port => (":", buffer.format(port)),
+        };
+        [open, &self.host, close, colon, port]
     }
 
     /// Returns the host as an address, if it is one.
@@ -153,7 +152,9 @@ impl FromStr for Target {
 
 impl fmt::Display for Target {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.to_host_port())
+        let mut buffer = itoa::Buffer::new();
+        let mut parts = self.parts(&mut buffer).into_iter();
+        parts.try_for_each(|part| f.write_str(part))
     }
 }
 

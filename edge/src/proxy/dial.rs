@@ -241,7 +241,7 @@ fn is_addr_not_available(error: &io::Error) -> bool {
 }
 
 async fn resolve(upstream: &Upstream, deadline: Instant) -> Result<Vec<SocketAddr>, Rejected> {
-    let (host, port) = (upstream.target.host.as_str(), upstream.target.port);
+    let (host, port) = (&*upstream.target.host, upstream.target.port);
     if let Some(ip) = upstream.target.ip() {
         let all = [ip]
             .into_iter()

@@ -212,7 +212,7 @@ impl Proxy {
     ) -> Result<bool, Error> {
         let route = Route {
             node: node.clone(),
-            target: Target::new(node.as_str(), port),
+            target: Target::new(node, port),
         };
         let request = AuthzRequest {
             client,

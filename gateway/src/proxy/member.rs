@@ -337,7 +337,7 @@ fn member_route(ask: &AuthzRequest<'_>, name: &NodeName) -> Route {
         destination => Route {
             node: name.clone(),
             // A listener for a set of nodes serves no services.
-            target: Target::new(name.as_str(), destination.port().unwrap_or(0)),
+            target: Target::new(name, destination.port().unwrap_or(0)),
         },
     }
 }

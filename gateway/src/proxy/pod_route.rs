@@ -72,7 +72,7 @@ pub(super) async fn or_route(
         return Err(Reason::NodeUnknown.error(detail));
     };
     let port = pods.port.ok_or(error)?;
-    let target = Target::new(node.as_str(), port);
+    let target = Target::new(&node, port);
     Ok(Route { node, target })
 }
 

@@ -83,7 +83,7 @@ impl Route {
 
     /// Whether the route leads to a pod by its address.
     pub(super) fn is_to_pod(&self) -> bool {
-        self.target.host != self.node.as_str() && self.target.ip().is_some()
+        *self.target.host != *self.node.as_str() && self.target.ip().is_some()
     }
 
     /// Returns the port of the node or pod; `None` for a service, of which only the edge knows the port.
@@ -177,17 +177,14 @@ pub fn find_route(input: &RouteInput<'_>, nodes: &Nodes) -> Result<Route, Error>
                 "the request names no port of {node}; write {node}:<port>"
             ))
         })?;
-    let host = match named_pod
+    let target = match named_pod
         .or(bound_pod)
         .or_else(|| pod_destination(input.original, &node, nodes))
     {
-        Some(pod) => pod.to_string(),
-        None => node.to_string(),
+        Some(pod) => Target::new(pod.to_string(), port),
+        None => Target::new(&node, port),
     };
-    Ok(Route {
-        node,
-        target: Target::new(host, port),
-    })
+    Ok(Route { node, target })
 }
 
 /// Returns the route to a service, if the SNI or the authority names one, and the authority names no node.

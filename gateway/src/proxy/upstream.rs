@@ -70,7 +70,7 @@ impl UpstreamTlsPorts {
     /// Returns the upstream of a route, if one is configured: the route must lead to a port of the node itself, not of a pod.
     pub(super) fn find_upstream(&self, route: &Route) -> Option<Arc<UpstreamTls>> {
         let by_port = self.by_port.load();
-        if by_port.is_empty() || route.target.host != route.node.as_str() {
+        if by_port.is_empty() || *route.target.host != *route.node.as_str() {
             return None;
         }
         by_port.get(&route.target.port).cloned()
