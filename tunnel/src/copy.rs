@@ -15,10 +15,7 @@ use std::{
     future::poll_fn,
     io,
     pin::Pin,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering::Relaxed},
-    },
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
     task::{Context, Poll, ready},
 };
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -55,7 +52,7 @@ pub async fn relay<S>(
     socket: S,
     send: StreamSender,
     receive: StreamReceiver,
-    counters: Arc<ByteCounters>,
+    counters: &ByteCounters,
     wait_for_socket: bool,
 ) -> CopyOutcome
 where
@@ -66,12 +63,7 @@ where
     let mut guarded = ResetUnlessComplete::new(socket);
     let outcome = poll_fn(|cx| {
         let halves = (&mut up, &mut down);
-        poll_both(
-            cx,
-            &mut guarded.socket,
-            halves,
-            (&counters, wait_for_socket),
-        )
+        poll_both(cx, &mut guarded.socket, halves, (counters, wait_for_socket))
     })
     .await;
     match &outcome {

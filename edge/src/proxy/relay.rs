@@ -16,10 +16,7 @@ use causeway_tunnel::{
 };
 use http::Response;
 use proxy_header::{ProxiedAddress, ProxyHeader};
-use std::{
-    net::{IpAddr, SocketAddr},
-    sync::Arc,
-};
+use std::net::{IpAddr, SocketAddr};
 use tokio::{io::AsyncWriteExt, time::timeout_at};
 
 /// Connects to the upstream, and sends the PROXY header if the port's configuration requires it.
@@ -79,8 +76,8 @@ pub(super) async fn relay_bytes(
     send: StreamSender,
     receive: StreamReceiver,
 ) -> StreamOutcome {
-    let counters = Arc::new(copy::ByteCounters::default());
-    match copy::relay(socket, send, receive, counters, false).await {
+    let counters = copy::ByteCounters::default();
+    match copy::relay(socket, send, receive, &counters, false).await {
         CopyOutcome::Clean => StreamOutcome::Done,
         CopyOutcome::Socket(_) => StreamOutcome::UpstreamFailed,
         CopyOutcome::Stream(StreamError::Lost { .. }) => StreamOutcome::TunnelLost,

@@ -35,7 +35,7 @@ use std::{
     net::SocketAddr,
     pin::Pin,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
         atomic::{
             AtomicBool, AtomicU64,
             Ordering::{Acquire, Relaxed, Release},
@@ -48,6 +48,9 @@ use tokio_util::sync::CancellationToken;
 
 /// Maximum number of bytes of a path in a log line, because lines wait in memory until the log is written.
 const MAX_PATH_BYTES: usize = 4096;
+
+/// Method of a session.
+static CONNECT: Method = Method::CONNECT;
 
 /// Open streams of a gateway, grouped by the worker that serves them.
 #[derive(Debug)]
@@ -125,13 +128,10 @@ impl OpenStreams {
     }
 }
 
-/// Request that was granted access to a stream.
+/// Access to a stream that was granted to the request of its record.
 #[derive(Debug)]
 pub(super) struct GrantedAccess {
     pub(super) action: Action,
-    pub(super) method: Method,
-    /// The path of the request, without its query.
-    pub(super) path: String,
     /// The port in the target of a CONNECT.
     pub(super) port: Option<u16>,
     /// The credential of the request, if the authentication depends on it.
@@ -153,11 +153,6 @@ impl GrantedAccess {
         let credential = credential.filter(|_| connection.credentials.accept_token());
         Self {
             action,
-            method: request.method().clone(),
-            path: match action {
-                Action::Connect => String::new(),
-                Action::Request | Action::Upgrade => request.uri().path().to_owned(),
-            },
             port: request.uri().port_u16(),
             authorization: credential.and_then(copy_value),
         }
@@ -167,10 +162,25 @@ impl GrantedAccess {
     pub(super) fn session() -> Self {
         Self {
             action: Action::Connect,
-            method: Method::CONNECT,
-            path: String::new(),
             port: None,
             authorization: None,
+        }
+    }
+}
+
+/// Method of the request of a record.
+#[derive(Debug)]
+enum RecordMethod {
+    Http(Method),
+    /// Word for a record without an HTTP request.
+    Other(&'static str),
+}
+
+impl RecordMethod {
+    fn as_str(&self) -> &str {
+        match self {
+            Self::Http(method) => method.as_str(),
+            Self::Other(word) => word,
         }
     }
 }
@@ -183,13 +193,16 @@ pub struct AccessRecord {
     worker: WorkerId,
     connection: Arc<ClientConnection>,
     started_at: Instant,
-    method: String,
+    method: RecordMethod,
+    /// The path of the request without its query, or the target of a CONNECT.
     path: String,
     trace: Trace,
     /// Guard that counts the connection as busy while the stream is open.
     _busy_guard: Busy,
     /// Bytes in both directions: up is from the client, down is to the client.
-    pub bytes: Arc<ByteCounters>,
+    pub bytes: ByteCounters,
+    /// The granted access, and the stream's index among the open streams.
+    granted: OnceLock<(GrantedAccess, StreamIndex)>,
     fields: Mutex<RecordFields>,
     /// Generation (`OpenStreams`) of the last decision to allow this stream.
     decided_generation: AtomicU64,
@@ -208,8 +221,6 @@ struct RecordFields {
     /// The address that the gateway dials itself if there is no route.
     direct_address: Option<SocketAddr>,
     tunnel: Option<TunnelId>,
-    /// The granted request, and the stream's index among the open streams.
-    granted: Option<(Arc<GrantedAccess>, StreamIndex)>,
     matched_rule: Option<MatchedRule>,
     /// Token that resets the connection to an upstream that carries the request body.
     upload_connection: Option<CancellationToken>,
@@ -241,13 +252,8 @@ impl AccessRecord {
             _ => request.uri().path(),
         };
         let trace = Trace::from_headers(request.headers());
-        Self::new(
-            streams,
-            at,
-            connection,
-            (request.method().as_str(), path),
-            trace,
-        )
+        let method = RecordMethod::Http(request.method().clone());
+        Self::new(streams, at, connection, (method, path), trace)
     }
 
     /// Begins the record of a TCP session.
@@ -256,7 +262,8 @@ impl AccessRecord {
         at: (&Arc<Listener>, WorkerId),
         connection: &Arc<ClientConnection>,
     ) -> Arc<Self> {
-        Self::new(streams, at, connection, ("TCP", ""), Trace::generate())
+        let request = (RecordMethod::Other("TCP"), "");
+        Self::new(streams, at, connection, request, Trace::generate())
     }
 
     /// Begins the record of a connection that an edge opens to `target`.
@@ -266,7 +273,7 @@ impl AccessRecord {
         connection: &Arc<ClientConnection>,
         target: &str,
     ) -> Arc<Self> {
-        let request = (Method::CONNECT.as_str(), target);
+        let request = (RecordMethod::Http(Method::CONNECT), target);
         Self::new(streams, at, connection, request, Trace::generate())
     }
 
@@ -276,14 +283,15 @@ impl AccessRecord {
         at: (&Arc<Listener>, WorkerId),
         connection: &Arc<ClientConnection>,
     ) -> Arc<Self> {
-        Self::new(streams, at, connection, ("-", "-"), Trace::generate())
+        let request = (RecordMethod::Other("-"), "-");
+        Self::new(streams, at, connection, request, Trace::generate())
     }
 
     fn new(
         streams: &Arc<OpenStreams>,
         (listener, worker): (&Arc<Listener>, WorkerId),
         connection: &Arc<ClientConnection>,
-        (method, path): (&str, &str),
+        (method, path): (RecordMethod, &str),
         trace: Trace,
     ) -> Arc<Self> {
         // The successor of a replaced listener checks the streams that begin at the replaced one.
@@ -303,11 +311,12 @@ impl AccessRecord {
             worker,
             connection: connection.clone(),
             started_at: Instant::now(),
-            method: method.to_owned(),
-            path: path[..path.floor_char_boundary(MAX_PATH_BYTES)].to_owned(),
+            method,
+            path: path.to_owned(),
             trace,
             _busy_guard: connection.slot.busy(),
-            bytes: Arc::default(),
+            bytes: ByteCounters::default(),
+            granted: OnceLock::new(),
             fields: Mutex::new(fields),
             decided_generation: AtomicU64::new(changes),
             is_ended: AtomicBool::new(false),
@@ -319,18 +328,27 @@ impl AccessRecord {
 
     /// Records the access that is about to be granted. The stream is then included in the checks of open streams.
     pub(super) fn record_granted_access(self: &Arc<Self>, granted_access: GrantedAccess) {
-        let place = self.streams.insert(self.worker, self);
-        self.lock_fields().granted = Some((Arc::new(granted_access), place));
+        self.granted
+            .get_or_init(|| (granted_access, self.streams.insert(self.worker, self)));
     }
 
-    /// Returns the granted access with the client and the route, if access was granted.
-    pub(super) fn granted_access(
-        &self,
-    ) -> Option<(Arc<GrantedAccess>, ClientIdentity, Option<Route>)> {
+    /// Returns the granted access, if access was granted.
+    pub(super) fn granted_access(&self) -> Option<&GrantedAccess> {
+        self.granted.get().map(|(granted_access, _)| granted_access)
+    }
+
+    /// Returns the method and the path about which the policy decides for this action. A session has no path.
+    pub(super) fn method_and_path(&self, action: Action) -> (&Method, &str) {
+        match (&self.method, action) {
+            (RecordMethod::Http(method), Action::Request | Action::Upgrade) => (method, &self.path),
+            (_, Action::Connect) | (RecordMethod::Other(_), _) => (&CONNECT, ""),
+        }
+    }
+
+    /// Returns the client and the route, if the client is known.
+    pub(super) fn client_and_route(&self) -> Option<(ClientIdentity, Option<Route>)> {
         let fields = self.lock_fields();
-        let (allowed, _) = fields.granted.as_ref()?;
-        let client = fields.client.clone()?;
-        Some((allowed.clone(), client, fields.route.clone()))
+        Some((fields.client.clone()?, fields.route.clone()))
     }
 
     /// Returns the address that the gateway dials itself, if there is one.
@@ -570,7 +588,7 @@ impl AccessRecord {
 
     /// Whether the response has no body because of its method or status (RFC 9110, section 6.4.1).
     pub(super) fn is_bodiless(&self) -> bool {
-        self.method == Method::HEAD.as_str() || matches!(self.lock_fields().status, 204 | 304)
+        self.is_method(&Method::HEAD) || matches!(self.lock_fields().status, 204 | 304)
     }
 
     /// Records that the gateway stopped before the stream ended.
@@ -600,7 +618,15 @@ impl AccessRecord {
 
     /// Whether the request is a CONNECT.
     pub fn is_connect_request(&self) -> bool {
-        self.method == Method::CONNECT.as_str()
+        self.is_method(&Method::CONNECT)
+    }
+
+    fn is_method(&self, expected: &Method) -> bool {
+        matches!(&self.method, RecordMethod::Http(method) if method == expected)
+    }
+
+    fn logged_path(&self) -> &str {
+        &self.path[..self.path.floor_char_boundary(MAX_PATH_BYTES)]
     }
 
     /// Returns the trace of this stream.
@@ -633,8 +659,8 @@ impl Drop for AccessRecord {
         {
             filled.status = reason.status().as_u16();
         }
-        if let Some((_, stream_index)) = filled.granted {
-            self.streams.remove(stream_index);
+        if let Some((_, stream_index)) = self.granted.get() {
+            self.streams.remove(*stream_index);
         }
         let duration = self.started_at.elapsed();
         let (up, down) = (self.bytes.up.load(Relaxed), self.bytes.down.load(Relaxed));
@@ -674,8 +700,8 @@ impl AccessRecord {
             node = fields.route.as_ref().map_or("-", |route| route.node.as_str()),
             service = fields.route.as_ref().and_then(Route::service),
             port = fields.route.as_ref().and_then(Route::port),
-            method = self.method,
-            path = self.path,
+            method = self.method.as_str(),
+            path = self.logged_path(),
             rule = fields.matched_rule.as_ref().map(|by| &*by.rule),
             rule_line = rule_line(fields),
             address = fields.direct_address.map(tracing::field::display),
@@ -715,8 +741,8 @@ impl AccessRecord {
             node = route.map(|route| route.node.as_str()),
             service = route.and_then(Route::service),
             port = route.and_then(Route::port),
-            method = self.method,
-            path = self.path,
+            method = self.method.as_str(),
+            path = self.logged_path(),
             rule = fields.matched_rule.as_ref().map(|by| &*by.rule),
             rule_line = rule_line(fields),
             address = fields.direct_address.map(tracing::field::display),

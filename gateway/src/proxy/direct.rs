@@ -306,7 +306,7 @@ fn spawn_session(direct: &DirectConnect<'_>, session: PendingSession, tcp: TcpSt
             return;
         };
         let reset = session.wait_reset();
-        let mut target_io = CountedIo::new(tcp, record.bytes.clone());
+        let mut target_io = CountedIo::new(tcp, &record.bytes);
         let relayed = {
             let work = pin!(relay(session, &mut target_io, client_speaks_first));
             tokio::select! {
@@ -333,7 +333,7 @@ fn spawn_session(direct: &DirectConnect<'_>, session: PendingSession, tcp: TcpSt
 /// Relays bytes and half-closes in both directions. If one side fails, or the future is dropped, both sides are reset.
 pub(super) async fn relay<S, F>(
     client: S,
-    target: &mut CountedIo<F>,
+    target: &mut CountedIo<'_, F>,
     client_speaks_first: bool,
 ) -> io::Result<()>
 where
@@ -364,14 +364,14 @@ where
 }
 
 /// Connection to the target that counts its bytes.
-pub(super) struct CountedIo<F> {
+pub(super) struct CountedIo<'a, F> {
     inner: F,
-    bytes: Arc<ByteCounters>,
+    bytes: &'a ByteCounters,
     has_failed: bool,
 }
 
-impl<F> CountedIo<F> {
-    pub(super) fn new(inner: F, bytes: Arc<ByteCounters>) -> Self {
+impl<'a, F> CountedIo<'a, F> {
+    pub(super) fn new(inner: F, bytes: &'a ByteCounters) -> Self {
         Self {
             inner,
             bytes,
@@ -390,13 +390,13 @@ impl<F> CountedIo<F> {
     }
 }
 
-impl<F: ResetOnClose> ResetOnClose for CountedIo<F> {
+impl<F: ResetOnClose> ResetOnClose for CountedIo<'_, F> {
     fn abort(&self) {
         self.inner.abort();
     }
 }
 
-impl<F: AsyncRead + Unpin> AsyncRead for CountedIo<F> {
+impl<F: AsyncRead + Unpin> AsyncRead for CountedIo<'_, F> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -411,7 +411,7 @@ impl<F: AsyncRead + Unpin> AsyncRead for CountedIo<F> {
     }
 }
 
-impl<F: AsyncWrite + Unpin> AsyncWrite for CountedIo<F> {
+impl<F: AsyncWrite + Unpin> AsyncWrite for CountedIo<'_, F> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,

@@ -38,7 +38,7 @@ use causeway_rt::{
 };
 use causeway_tunnel::{
     StreamKind, StreamReceiver, StreamSender, Target,
-    copy::{self, CopyOutcome},
+    copy::{self, ByteCounters, CopyOutcome},
     edge_side::StreamRequest,
     informational::ExchangeId,
     stream_io::StreamIo,
@@ -397,10 +397,11 @@ impl EgressConnection {
         F: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
     {
         let rules = self.proxy.shared.egress.clone();
-        let counted = CountedIo::new(far_end, record.bytes.clone());
+        let counted = CountedIo::new(far_end, &record.bytes);
         let limited = LimitedIo::new(counted, self.usage.clone(), rules);
         // The record counts bytes as the node sees them: up is to the destination.
-        let relaying = pin!(copy::relay(limited, send, receive, Arc::default(), false));
+        let uncounted = ByteCounters::default();
+        let relaying = pin!(copy::relay(limited, send, receive, &uncounted, false));
         let outcome = tokio::select! {
             biased;
             outcome = record.run_unless_terminated(relaying) => outcome,

@@ -178,12 +178,9 @@ async fn select_again(
 
 /// Returns the private fields that a peer needs.
 fn forwarded_fields(ctx: StreamContext<'_>, kind: &StreamKind) -> Result<ForwardedFields, Error> {
-    let granted = ctx.record.granted_access().map(|(granted, ..)| granted);
-    let action = granted
-        .as_ref()
-        .map_or(Action::Connect, |granted| granted.action);
+    let action = (ctx.record.granted_access()).map_or(Action::Connect, |granted| granted.action);
     let is_inside = *kind == StreamKind::Tcp && action != Action::Connect;
-    let inner = granted.filter(|_| is_inside);
+    let (method, path) = ctx.record.method_and_path(action);
     let client = ForwardedClient {
         name: ctx.client.name.to_string(),
         groups: ctx.client.groups.to_vec(),
@@ -191,7 +188,7 @@ fn forwarded_fields(ctx: StreamContext<'_>, kind: &StreamKind) -> Result<Forward
         authenticated: ctx.client.method != AuthMethod::Anonymous,
         address: ctx.connection.peer.ip(),
         action,
-        inner: inner.map(|granted| (granted.method.to_string(), granted.path.clone())),
+        inner: is_inside.then(|| (method.to_string(), path.to_owned())),
     };
     let malformed = |error: Box<dyn std::error::Error + Send + Sync>| {
         Reason::Malformed.with_source("the request cannot be forwarded to another gateway", error)

@@ -105,7 +105,9 @@ async fn check(
 
 impl Proxy {
     async fn recheck_stream(&self, record: &AccessRecord) -> Result<(), Error> {
-        let Some((granted, client, route)) = record.granted_access() else {
+        let (Some(granted), Some((client, route))) =
+            (record.granted_access(), record.client_and_route())
+        else {
             return Ok(());
         };
         let connection = record.connection();
@@ -141,13 +143,14 @@ impl Proxy {
         let Some(destination) = route.as_ref().map(Destination::Node).or(direct_destination) else {
             return dependency_unavailable.map_or(Ok(()), Err);
         };
+        let (method, path) = record.method_and_path(granted.action);
         let authz_request = AuthzRequest {
             client: &client,
             remote_address: connection.peer,
             destination,
             action: granted.action,
-            method: &granted.method,
-            path: &granted.path,
+            method,
+            path,
         };
         self.authorize(&authz_request, record).await?;
         dependency_unavailable.map_or(Ok(()), Err)

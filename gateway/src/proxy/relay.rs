@@ -100,7 +100,7 @@ pub(super) fn spawn_relay(
             session,
             sender,
             receiver,
-            record.bytes.clone(),
+            &record.bytes,
             client_speaks_first
         ));
         let work = pin!(track_buffered(

@@ -446,14 +446,7 @@ async fn a_half_close_and_a_reset_travel_through_a_relay() {
     let (tunnel, _tasks) = serving(move |asked| async move {
         let app = TcpStream::connect(address).await.unwrap();
         let send = asked.responder.send(Response::new(()), false).unwrap();
-        copy::relay(
-            app,
-            send,
-            asked.body,
-            Arc::new(ByteCounters::default()),
-            false,
-        )
-        .await;
+        copy::relay(app, send, asked.body, &ByteCounters::default(), false).await;
     })
     .await;
     let open = async || {

@@ -44,7 +44,7 @@ async fn session(
     let (send, receive) = opened.inspect_err(|_| io.abort())?;
     connection.condition.begin_session();
     record.session_started(StatusCode::OK);
-    let relaying = pin!(copy::relay(io, send, receive, record.bytes.clone(), false));
+    let relaying = pin!(copy::relay(io, send, receive, &record.bytes, false));
     if let Ok(outcome) = record.run_unless_terminated(relaying).await {
         relay::note(record, proxy.listener.name.as_str(), &outcome);
     }

@@ -131,7 +131,7 @@ fn spawn_relay(way: StreamContext<'_>, session: PendingSession, upstream_upgrade
         let Some(session) = starting.await else {
             return;
         };
-        let mut upstream_io = CountedIo::new(far, record.bytes.clone());
+        let mut upstream_io = CountedIo::new(far, &record.bytes);
         let outcome = {
             let work = pin!(relay(session, &mut upstream_io, false));
             record.run_unless_terminated(work).await
