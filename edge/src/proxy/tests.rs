@@ -281,6 +281,37 @@ async fn a_connection_is_kept_and_a_closed_one_costs_no_request() {
 }
 
 #[tokio::test]
+async fn a_request_that_is_sent_again_has_its_interim_answers() {
+    let (world, app) = World::with_app().await;
+    let serving = async {
+        let mut first = accept(&app).await;
+        read_to(&mut first, "\r\n\r\n").await;
+        first.write_all(OK).await.unwrap();
+        read_to(&mut first, "\r\n\r\n").await;
+        drop(first);
+        let mut second = accept(&app).await;
+        read_to(&mut second, "\r\n\r\n").await;
+        let hints = b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n";
+        second.write_all(hints).await.unwrap();
+        second
+    };
+    let asking = async {
+        drop(world.get("/").await);
+        while world.way.client.pool.idle() == 0 {
+            tokio::task::yield_now().await;
+        }
+        let mut opened = world
+            .open(get("/"), StreamKind::Request, "edge-1:80", true)
+            .await;
+        let interim = opened.response.next_informational().await.unwrap();
+        assert_eq!(interim.unwrap().status(), 103);
+    };
+    timeout(SOON, async { tokio::join!(serving, asking) })
+        .await
+        .unwrap();
+}
+
+#[tokio::test]
 async fn a_get_answered_by_garbage_or_a_reset_is_not_retried() {
     for (says, words) in [
         (&b"not HTTP at all\r\n\r\n"[..], "that is not HTTP"),
