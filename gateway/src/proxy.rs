@@ -89,10 +89,9 @@ impl Proxy {
         let protocol = ErrorProtocol::of(&request);
         let expects_continue = !request.body().is_end_stream()
             && headers::contains_token(request.headers(), &EXPECT, "100-continue");
-        let discarding = (&self.shared.limits, &self.tasks, connection.peer);
-        let condition = &connection.condition;
+        let discarding = (&self.shared.limits, &self.tasks);
         let request =
-            request.map(|body| RequestBody::new(body, expects_continue, discarding, condition));
+            request.map(|body| RequestBody::new(body, expects_continue, discarding, connection));
         // RFC 9110 §9.3.2. hyper ensures this only for HTTP/1.1.
         let is_http2_head =
             request.method() == Method::HEAD && request.version() == Version::HTTP_2;

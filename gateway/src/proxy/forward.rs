@@ -93,8 +93,6 @@ pub(super) fn start_upload(
     let body = counted(ctx, (inner, version), waiting.clone());
     let shared = ctx.proxy.shared.clone();
     let record = ctx.record.clone();
-    // The upload may continue after a complete response.
-    let busy = (version == Version::HTTP_2).then(|| ctx.connection.idle.begin_request());
     let node = ctx.route.node.clone();
     ctx.proxy.tasks.spawn(debug_span!("body"), async move {
         let task = pin!(upload(
@@ -109,7 +107,6 @@ pub(super) fn start_upload(
             () = cancel_token.cancelled() => {}
             () = track_buffered(shared.limits.memory_budget(), &waiting, task) => {}
         }
-        drop(busy);
     });
     expects.then_some(release_sender)
 }

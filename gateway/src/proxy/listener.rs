@@ -333,7 +333,7 @@ pub struct ClientConnection {
     pub(crate) credentials: ConnectionCredentials,
     /// State of the socket.
     pub condition: Arc<ConnState>,
-    /// Open requests of an HTTP/2 connection.
+    /// Open requests of the connection.
     pub idle: Arc<IdleTimer>,
     /// Maximum number of bytes that each stream may buffer unread, if the client speaks HTTP/2.
     pub window: u32,

@@ -6,7 +6,10 @@
 //! while. If it ends in that time, an HTTP/1.1 connection stays open. The number of discarded bodies is limited for the whole
 //! gateway, and one source gets three quarters of it. At the limit, the oldest discarding is aborted.
 
-use super::{limits::Limits, listener::conn_io::ConnState};
+use super::{
+    limits::Limits,
+    listener::{ClientConnection, conn_io::ConnState, idle_timer::ActiveRequest},
+};
 use bytes::Bytes;
 use causeway_rt::{connection_limit::Slot, listener::RemoteAddr, task::TaskGroup};
 use http_body::{Body, Frame, SizeHint};
@@ -33,6 +36,8 @@ pub struct RequestBody {
     connection_state: Option<Arc<ConnState>>,
     /// Parts for discarding the body; `None` if there is no body, or if the client waits for a 100 before it sends the body.
     discarder: Option<Discarding>,
+    /// Guard that keeps the connection from being idle, because the body may continue after the response.
+    busy_guard: Option<ActiveRequest>,
 }
 
 /// Parts of the gateway that discard the rest of a body.
@@ -48,18 +53,20 @@ impl RequestBody {
     pub fn new(
         inner: Incoming,
         expects_continue: bool,
-        (limits, tasks, peer): (&Arc<Limits>, &Arc<TaskGroup>, RemoteAddr),
-        connection_state: &Arc<ConnState>,
+        (limits, tasks): (&Arc<Limits>, &Arc<TaskGroup>),
+        connection: &ClientConnection,
     ) -> Self {
-        let should_discard = !expects_continue && !inner.is_end_stream();
+        let has_content = !inner.is_end_stream();
+        let should_discard = !expects_continue && has_content;
         Self {
-            connection_state: (!inner.is_end_stream()).then(|| connection_state.clone()),
+            connection_state: has_content.then(|| connection.condition.clone()),
             inner: Some(inner),
             discarder: should_discard.then(|| Discarding {
                 limits: limits.clone(),
                 tasks: tasks.clone(),
-                peer,
+                peer: connection.peer,
             }),
+            busy_guard: has_content.then(|| connection.idle.begin_request()),
         }
     }
 
@@ -69,6 +76,7 @@ impl RequestBody {
             inner: None,
             connection_state: None,
             discarder: None,
+            busy_guard: None,
         }
     }
 
@@ -117,12 +125,15 @@ impl Drop for RequestBody {
             && let Some(place) = discarder.limits.admit_discarded_body(discarder.peer)
         {
             let span = tracing::debug_span!("unwanted");
-            discarder.tasks.spawn(span, discard(inner, place));
+            let busy_guard = self.busy_guard.take();
+            discarder
+                .tasks
+                .spawn(span, discard(inner, (place, busy_guard)));
         }
     }
 }
 
-async fn discard(mut body: Incoming, slot: Slot) {
+async fn discard(mut body: Incoming, (slot, _busy_guard): (Slot, Option<ActiveRequest>)) {
     let discarding = async {
         let mut remaining = MAX_DISCARD_BYTES;
         while let Some(Ok(frame)) = body.frame().await {

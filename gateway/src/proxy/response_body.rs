@@ -40,7 +40,7 @@ pub struct ResponseBody {
     inner: Inner,
     /// Socket of an HTTP/1.1 client, on which the next head is expected after this body.
     socket: Option<Arc<ConnState>>,
-    /// Guard that keeps the connection of an HTTP/2 client from being idle.
+    /// Guard that keeps the connection from being idle.
     busy_guard: Option<ActiveRequest>,
 }
 
@@ -161,7 +161,7 @@ impl ResponseBody {
         self
     }
 
-    /// Keeps the connection of an HTTP/2 client busy.
+    /// Keeps the connection busy.
     #[must_use]
     pub fn with_busy_guard(mut self, busy_guard: ActiveRequest) -> Self {
         self.busy_guard = Some(busy_guard);

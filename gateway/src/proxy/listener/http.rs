@@ -270,7 +270,7 @@ fn events<'a>(
             .wait_idle(timeouts.idle_keepalive)
             .map(|()| Event::Idle))
         .boxed(),
-        (wait_to_close(drain, stop, idle).map(|()| Event::Stop)).boxed(),
+        (wait_to_close(drain, stop, condition).map(|()| Event::Stop)).boxed(),
     ]
     .into_iter()
     .collect()
@@ -298,13 +298,13 @@ async fn wait_silent(condition: &ConnState, idle: &IdleTimer) {
 async fn wait_to_close(
     drain: impl Future<Output = ()>,
     stop: &CancellationToken,
-    idle: &IdleTimer,
+    condition: &ConnState,
 ) {
     tokio::select! {
         () = drain => {}
         () = stop.cancelled() => {}
     }
-    if !idle.has_seen_request() {
+    if condition.http2_activity() == 0 {
         sleep(LAST_REQUEST_WAIT).await;
     }
     stop.cancelled().await;
@@ -379,8 +379,8 @@ async fn respond(
     mut request: Request<Incoming>,
     exchange: ExchangeId,
 ) -> Response<ResponseBody> {
+    let busy_guard = connection.idle.begin_request();
     if request.version() == Version::HTTP_2 {
-        let busy_guard = connection.idle.begin_request();
         if request.method() == Method::CONNECT {
             let reset = StreamReset::default();
             request.extensions_mut().insert(reset.clone());
@@ -422,7 +422,10 @@ async fn respond(
         extensions.get_or_insert_with(|| ReasonPhrase::from_static(b""));
     }
     condition.set_eviction(response.body().eviction_handle());
-    response.map(|body| body.with_socket(Some(condition.clone())))
+    response.map(|body| {
+        body.with_busy_guard(busy_guard)
+            .with_socket(Some(condition.clone()))
+    })
 }
 
 /// Closes the connection in order if it ends with the response to a request for a session that does not begin. hyper releases such a
@@ -452,10 +455,10 @@ fn builder(proxy: &Proxy, window: u32) -> auto::Builder<TaskExecutor> {
     let header_bytes = proxy.shared.header_bytes;
     builder
         .http1()
-        .timer(TokioTimer::new())
         .title_case_headers(true)
         .half_close(false)
-        .header_read_timeout(proxy.shared.timeouts.idle_keepalive)
+        // hyper would allocate and start a timer for each request. `IdleTimer` and `ConnState` limit the same times.
+        .header_read_timeout(None)
         .max_headers(proxy.shared.max_headers * 2)
         // A target and fields at their limits. Fields beyond theirs are refused by us as far as they fit, and else by hyper.
         // A body that waits takes as much.
@@ -484,12 +487,12 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_connection_of_http1_ends_after_time_for_one_more_request() {
         let (drain, stop) = (CancellationToken::new(), CancellationToken::new());
-        let idle = Arc::new(IdleTimer::default());
+        let condition = Arc::new(ConnState::default());
         let ends = |after: Duration| {
-            let (drain, stop, idle) = (drain.clone(), stop.clone(), idle.clone());
+            let (drain, stop, condition) = (drain.clone(), stop.clone(), condition.clone());
             async move {
                 let began = Instant::now();
-                wait_to_close(drain.cancelled(), &stop, &idle).await;
+                wait_to_close(drain.cancelled(), &stop, &condition).await;
                 assert_eq!(began.elapsed(), after);
             }
         };
@@ -497,8 +500,7 @@ mod tests {
         // The configuration of the listener was replaced.
         stop.cancel();
         ends(LAST_REQUEST_WAIT).await;
-        // Requests are counted for HTTP/2 connections.
-        drop(idle.begin_request());
+        condition.note_http2_read();
         ends(Duration::ZERO).await;
     }
 
@@ -540,10 +542,10 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_time_since_the_drain_began_counts() {
         let (drain, stop) = (CancellationToken::new(), CancellationToken::new());
-        let idle = Arc::new(IdleTimer::default());
+        let condition = ConnState::default();
         drain.cancel();
         let began = Instant::now();
-        let ending = wait_to_close(drain.cancelled(), &stop, &idle);
+        let ending = wait_to_close(drain.cancelled(), &stop, &condition);
         let closing = async {
             sleep(3 * LAST_REQUEST_WAIT).await;
             stop.cancel();

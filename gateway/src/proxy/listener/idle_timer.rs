@@ -1,8 +1,7 @@
-//! Idle time of an HTTP/2 connection.
+//! Idle time of a client's connection.
 //!
-//! hyper limits only the idle time of HTTP/1.1 connections. Here each request counts from the end of its head until all its parts
-//! have ended: its response, an upload after the response, a session. A connection without any request yet is not idle, because
-//! its first head has its own timeout.
+//! Each request counts from the end of its head until all its parts have ended: its response, an upload after the
+//! response, a session. A connection without any request yet is not idle, because its first head has its own timeout.
 
 use std::{
     sync::{
@@ -37,11 +36,6 @@ impl IdleTimer {
     pub fn begin_request(self: &Arc<Self>) -> ActiveRequest {
         self.open_requests.fetch_add(1, Relaxed);
         ActiveRequest(self.clone())
-    }
-
-    /// Whether the connection has had a request.
-    pub fn has_seen_request(&self) -> bool {
-        self.open_requests.load(Relaxed) > 0 || self.idle_since.load(Relaxed) > 0
     }
 
     /// Whether a request is open.

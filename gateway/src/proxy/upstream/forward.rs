@@ -158,13 +158,7 @@ async fn by_line(
     let body = match in_use.conn_state() {
         Some(conn_state) if has_body => {
             let upload = forward::counted(ctx, (body, version), conn_state.waiting.clone());
-            let busy_guard =
-                (version == Version::HTTP_2).then(|| ctx.connection.idle.begin_request());
-            UpstreamRequestBody::new(
-                (upload, busy_guard),
-                conn_state,
-                expects.then_some(release_receiver),
-            )
+            UpstreamRequestBody::new(upload, conn_state, expects.then_some(release_receiver))
         }
         _ => UpstreamRequestBody::default(),
     };

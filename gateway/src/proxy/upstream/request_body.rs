@@ -4,7 +4,6 @@
 
 use crate::proxy::{
     counted_body::{CONTINUE_TIMEOUT, CountedRequestBody, UploadError},
-    listener::idle_timer::ActiveRequest,
     upload_budget::BufferedBody,
 };
 use bytes::Bytes;
@@ -52,14 +51,12 @@ struct ActiveUpload {
     life: Arc<ConnState>,
     /// Signal that the body waits for before it is sent, and the maximum time of that wait.
     release: Option<(oneshot::Receiver<()>, Pin<Box<Sleep>>)>,
-    /// Guard of the client's connection, because the body may continue after a complete response.
-    _busy_guard: Option<ActiveRequest>,
 }
 
 impl UpstreamRequestBody {
     /// Returns this body for the connection with this state. With `release`, the body waits for that signal first.
     pub(super) fn new(
-        (upload, busy_guard): (CountedRequestBody, Option<ActiveRequest>),
+        upload: CountedRequestBody,
         conn_state: &Arc<ConnState>,
         release: Option<oneshot::Receiver<()>>,
     ) -> Self {
@@ -68,7 +65,6 @@ impl UpstreamRequestBody {
             upload,
             life: conn_state.clone(),
             release: release.map(|go| (go, Box::pin(sleep(CONTINUE_TIMEOUT)))),
-            _busy_guard: busy_guard,
         }))
     }
 

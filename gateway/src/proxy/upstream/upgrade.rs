@@ -67,7 +67,7 @@ pub(in crate::proxy) async fn forward_upgrade(
     let mut in_use = connection.into_in_use();
     let body = if has_body {
         let upload = forward::counted(way, (body, version), conn_state.waiting.clone());
-        UpstreamRequestBody::new((upload, None), &conn_state, None)
+        UpstreamRequestBody::new(upload, &conn_state, None)
     } else {
         UpstreamRequestBody::default()
     };
