@@ -303,9 +303,12 @@ impl TunnelSession {
         leave_check.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (mut is_control_open, mut phase) = (true, Phase::Open);
         loop {
-            let condition = (phase, is_control_open);
             match self
-                .next_event(condition, (leave_token, &mut leave_check), streams)
+                .next_event(
+                    (phase, is_control_open),
+                    (leave_token, &mut leave_check),
+                    streams,
+                )
                 .await
             {
                 Event::Ended(ended) => return self.tls_error.to_connect_error(&ended),
