@@ -120,20 +120,28 @@ impl Body for RequestBody {
 
 impl Drop for RequestBody {
     fn drop(&mut self) {
+        let connection_state = self.connection_state.take();
         if let (Some(inner), Some(discarder)) = (self.inner.take(), self.discarder.take())
             && !inner.is_end_stream()
             && let Some(place) = discarder.limits.admit_discarded_body(discarder.peer)
         {
             let span = tracing::debug_span!("unwanted");
-            let busy_guard = self.busy_guard.take();
+            let connection = (connection_state, self.busy_guard.take());
             discarder
                 .tasks
-                .spawn(span, discard(inner, (place, busy_guard)));
+                .spawn(span, discard(inner, place, connection));
+        } else if let Some(condition) = connection_state {
+            // hyper reads no more of the body than it has buffered.
+            condition.body_ended();
         }
     }
 }
 
-async fn discard(mut body: Incoming, (slot, _busy_guard): (Slot, Option<ActiveRequest>)) {
+async fn discard(
+    mut body: Incoming,
+    slot: Slot,
+    (connection_state, _busy_guard): (Option<Arc<ConnState>>, Option<ActiveRequest>),
+) {
     let discarding = async {
         let mut remaining = MAX_DISCARD_BYTES;
         while let Some(Ok(frame)) = body.frame().await {
@@ -148,5 +156,8 @@ async fn discard(mut body: Incoming, (slot, _busy_guard): (Slot, Option<ActiveRe
     tokio::select! {
         _ = timeout(MAX_DISCARD_TIME, discarding) => {}
         () = slot.evicted() => {}
+    }
+    if let Some(condition) = connection_state {
+        condition.body_ended();
     }
 }

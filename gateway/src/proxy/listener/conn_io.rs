@@ -56,6 +56,10 @@ pub struct ConnState {
     http2_activity: AtomicU64,
     /// Time since which the socket accepts no bytes, in milliseconds after `created_at`, plus one; 0 means none.
     blocked_since: AtomicU64,
+    /// Time since which a flush is incomplete, in the same unit. TLS has accepted the bytes, and the socket has not.
+    unflushed_since: AtomicU64,
+    /// Time at which the last write or flush that had to wait was complete, in the same unit.
+    sent_at: AtomicU64,
     /// Notified when a stream was evicted, if the client speaks HTTP/2.
     stream_lost: Notify,
     /// Whether the connection has become a session, whose bytes are not HTTP.
@@ -83,6 +87,8 @@ impl Default for ConnState {
             eviction: Mutex::default(),
             http2_activity: AtomicU64::new(0),
             blocked_since: AtomicU64::new(0),
+            unflushed_since: AtomicU64::new(0),
+            sent_at: AtomicU64::new(1),
             stream_lost: Notify::new(),
             is_session: AtomicBool::new(false),
             has_open_body: AtomicBool::new(false),
@@ -124,6 +130,8 @@ impl ConnState {
     /// Begins an HTTP/1.1 request with or without a body. Returns the part of its target that was not passed to hyper.
     pub fn begin_request(&self, has_body: bool) -> Option<LongTarget> {
         self.head_complete();
+        // A head that was read together with the request before it begins with no further read.
+        self.expects_head.store(false, Relaxed);
         self.has_open_body.store(has_body, Relaxed);
         lock(&self.long_target).take()
     }
@@ -203,21 +211,46 @@ impl ConnState {
     }
 
     fn blocked_for(&self) -> Duration {
-        let since = self.blocked_since.load(Relaxed).checked_sub(1);
-        let since = since.map(|since| self.created_at + Duration::from_millis(since));
+        let since = self.instant(&self.blocked_since);
         since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
+    /// Returns the current time in milliseconds after `created_at`, plus one.
+    fn now_millis(&self) -> u64 {
+        u64::try_from(self.created_at.elapsed().as_millis()).unwrap_or(u64::MAX - 1) + 1
+    }
+
+    /// Returns the time that a field has recorded, if it has recorded one.
+    fn instant(&self, field: &AtomicU64) -> Option<Instant> {
+        let millis = field.load(Relaxed).checked_sub(1)?;
+        Some(self.created_at + Duration::from_millis(millis))
+    }
+
+    /// Returns the time since which the socket has accepted no byte of those that wait for it; `None` if no bytes wait.
+    pub(super) fn unsent_since(&self) -> Option<Instant> {
+        let blocked = self.instant(&self.blocked_since);
+        blocked.or_else(|| self.instant(&self.unflushed_since))
+    }
+
+    /// Returns the time since which no bytes have waited for the socket; `None` if bytes wait.
+    pub(super) fn sent_at(&self) -> Option<Instant> {
+        let is_sent = self.unsent_since().is_none();
+        is_sent.then(|| self.instant(&self.sent_at)).flatten()
     }
 
     /// Handles the outcome of a write to the socket.
     fn note_write<T>(&self, polled: &Poll<T>) {
         let was_blocked = self.blocked_since.load(Relaxed) > 0;
-        if polled.is_pending() == was_blocked {
-            return;
+        if polled.is_pending() {
+            if !was_blocked {
+                self.blocked_since.store(self.now_millis(), Relaxed);
+            }
+        } else if was_blocked || self.unflushed_since.load(Relaxed) > 0 {
+            self.blocked_since.store(0, Relaxed);
+            // The next flush starts it again.
+            self.unflushed_since.store(0, Relaxed);
+            self.sent_at.store(self.now_millis(), Relaxed);
         }
-        let age_millis =
-            u64::try_from(self.created_at.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
-        self.blocked_since
-            .store(if was_blocked { 0 } else { age_millis + 1 }, Relaxed);
     }
 
     /// Waits until a head has been incomplete for longer than `head_timeout`.
@@ -226,8 +259,7 @@ impl ConnState {
         loop {
             sleep_until(deadline).await;
             let now = Instant::now();
-            let began = self.head_started_at.load(Relaxed).checked_sub(1);
-            let began = began.map(|began| self.created_at + Duration::from_millis(began));
+            let began = self.instant(&self.head_started_at);
             // A head that begins later is not late before the next check, so no notification is needed.
             deadline = began.unwrap_or(now) + head_timeout;
             if deadline <= now {
@@ -238,21 +270,26 @@ impl ConnState {
 
     /// Records that bytes were read. Returns whether they begin a head, as far as that is known.
     fn note_read(&self) -> bool {
-        let has_body = self.has_open_body.load(Relaxed);
+        if self.has_open_body.load(Relaxed) {
+            // The bytes are of the body. A head may follow in them, so no later read is known to begin it. If the rest of that
+            // head never arrives, the connection is idle.
+            if self.expects_head.load(Relaxed) {
+                self.has_read_ahead.store(true, Relaxed);
+            }
+            return false;
+        }
         if self.expects_head.swap(false, Relaxed) {
             self.start_head();
-            return !self.has_read_ahead.swap(false, Relaxed) && !has_body;
+            return !self.has_read_ahead.swap(false, Relaxed);
         }
-        if !has_body && !self.is_reading_head() {
+        if !self.is_reading_head() {
             self.has_read_ahead.store(true, Relaxed);
         }
         false
     }
 
     fn start_head(&self) {
-        let age_millis =
-            u64::try_from(self.created_at.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
-        self.head_started_at.store(age_millis + 1, Relaxed);
+        self.head_started_at.store(self.now_millis(), Relaxed);
     }
 
     /// Records a change of the header blocks of an HTTP/2 client, see [`HeaderBlockTracker::track`].
@@ -266,7 +303,19 @@ impl ConnState {
         }
     }
 
-    fn note_flush(&self) {
+    /// Handles the outcome of a flush of the socket.
+    fn note_flush<T>(&self, polled: &Poll<T>) {
+        let was_pending = self.unflushed_since.load(Relaxed) > 0;
+        if polled.is_pending() {
+            if !was_pending {
+                self.unflushed_since.store(self.now_millis(), Relaxed);
+            }
+            return;
+        }
+        if was_pending {
+            self.unflushed_since.store(0, Relaxed);
+            self.sent_at.store(self.now_millis(), Relaxed);
+        }
         if self.is_flushing.swap(false, Relaxed) {
             self.flushed.wake();
         }
@@ -642,9 +691,7 @@ impl AsyncWrite for ClientIo {
             Transport::Plain(socket, _) => Pin::new(socket).poll_flush(cx),
             Transport::Tls(stream) => Pin::new(stream).poll_flush(cx),
         };
-        if polled.is_ready() {
-            this.condition.note_flush();
-        }
+        this.condition.note_flush(&polled);
         let socket = match &this.transport {
             Transport::Plain(socket, _) => socket,
             Transport::Tls(stream) => stream.get_ref().0,
@@ -691,6 +738,99 @@ impl AsyncWrite for ClientIo {
         match &self.transport {
             Transport::Plain(socket, _) => socket.is_write_vectored(),
             Transport::Tls(stream) => stream.is_write_vectored(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::idle_timer::IdleTimer, *};
+    use tokio::time::timeout;
+
+    const LIMIT: Duration = Duration::from_secs(3);
+    const PENDING: Poll<()> = Poll::Pending;
+    const READY: Poll<()> = Poll::Ready(());
+
+    /// Returns the state of a connection whose only request is complete.
+    fn after_request() -> (Arc<IdleTimer>, ConnState) {
+        let idle = Arc::new(IdleTimer::default());
+        drop(idle.begin_request());
+        (idle, ConnState::default())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_with_unsent_bytes_is_not_idle() {
+        let (idle, socket) = after_request();
+        let wait = || timeout(10 * LIMIT, idle.wait_idle(&socket, LIMIT));
+        socket.note_write(&PENDING);
+        // A plain socket has nothing to flush, while its writer waits.
+        socket.note_flush(&READY);
+        wait().await.expect_err("a write waits");
+        socket.note_write(&READY);
+        // TLS has accepted the rest.
+        socket.note_flush(&PENDING);
+        wait().await.expect_err("a flush waits");
+        let flushing = async {
+            sleep(LIMIT + LIMIT / 2).await;
+            socket.note_flush(&READY);
+            Instant::now()
+        };
+        let (flushed, idle) = tokio::join!(flushing, wait());
+        idle.expect("all is sent");
+        assert_eq!(flushed.elapsed(), LIMIT);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_reads_nothing_after_its_requests_is_limited() {
+        let (idle, socket) = after_request();
+        let wait = || timeout(10 * LIMIT, idle.wait_unread(&socket, LIMIT));
+        wait().await.expect_err("nothing is unsent");
+        for unsent in [ConnState::note_write, ConnState::note_flush] {
+            unsent(&socket, &PENDING);
+            let request = idle.begin_request();
+            wait().await.expect_err("a request is open");
+            drop(request);
+            let reading = async {
+                for _ in 0..100 {
+                    sleep(LIMIT / 2).await;
+                    socket.note_write(&READY);
+                    unsent(&socket, &PENDING);
+                }
+            };
+            tokio::select! {
+                () = idle.wait_unread(&socket, LIMIT) => panic!("the client reads"),
+                () = reading => {}
+            }
+            wait().await.expect("the client reads nothing");
+            socket.note_write(&READY);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn bytes_of_a_body_begin_no_head() {
+        let state = ConnState::default();
+        state.begin_request(true);
+        state.response_complete();
+        assert!(!state.note_read());
+        let slow = timeout(10 * LIMIT, state.wait_slow_head(LIMIT)).await;
+        slow.expect_err("the upload continues");
+        state.body_ended();
+        assert!(!state.note_read(), "the head may have begun with the body");
+        let slow = timeout(10 * LIMIT, state.wait_slow_head(LIMIT)).await;
+        slow.expect("the next head has begun");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn bytes_after_a_pipelined_request_begin_no_head() {
+        for has_body in [false, true] {
+            let state = ConnState::default();
+            state.begin_request(false);
+            assert!(!state.note_read(), "the second head");
+            state.response_complete();
+            state.begin_request(has_body);
+            assert!(!state.note_read(), "the third head, or the body");
+            let slow = timeout(10 * LIMIT, state.wait_slow_head(LIMIT)).await;
+            slow.expect_err("the second request is open");
         }
     }
 }

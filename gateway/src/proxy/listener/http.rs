@@ -47,7 +47,11 @@ use std::{
     task::{Context, Poll, ready},
     time::Duration,
 };
-use tokio::{io::AsyncWriteExt, task::futures::TaskLocalFuture, time::sleep};
+use tokio::{
+    io::AsyncWriteExt,
+    task::futures::TaskLocalFuture,
+    time::{sleep, timeout},
+};
 use tokio_util::sync::CancellationToken;
 use tracing::debug_span;
 
@@ -154,6 +158,10 @@ const SILENCE_CHECK_INTERVAL: Duration = Duration::from_secs(15);
 /// response would lose a request in transit. An HTTP/2 connection announces its end by GOAWAY and loses no request.
 const LAST_REQUEST_WAIT: Duration = Duration::from_secs(1);
 
+/// Time for the orderly close of a connection that has become no session. It includes the time for which the bytes that still arrive are
+/// discarded.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// Serves one connection until it ends. After `stop`, finishes the requests that have begun.
 pub(super) async fn serve(
     proxy: &Proxy,
@@ -203,11 +211,15 @@ pub(super) async fn serve(
                 }
                 Event::Idle => {
                     serving.as_mut().graceful_shutdown();
-                    let idle = connection.idle.wait_idle(proxy.shared.timeouts.header);
+                    let idle = connection.idle.wait_idle(&condition, proxy.shared.timeouts.header);
                     events.push(idle.map(|()| Event::StillIdle).boxed());
                 }
                 Event::StillIdle => {
                     tracing::debug!("an idle client did not close its connection");
+                    return;
+                }
+                Event::Unread => {
+                    tracing::debug!("a client did not read the end of its responses in time");
                     return;
                 }
                 Event::Stop => serving.as_mut().graceful_shutdown(),
@@ -246,6 +258,9 @@ enum Event {
     Idle,
     /// The end of the connection was announced, and the client does not close it.
     StillIdle,
+    /// The responses are complete, and the client does not read the rest of their bytes. As long as a response is incomplete, its
+    /// stream is evicted instead.
+    Unread,
     /// The listener closes or its configuration was replaced.
     Stop,
 }
@@ -266,10 +281,12 @@ fn events<'a>(
         slow_head.map(|()| Event::SlowHead).boxed(),
         condition.wait_stalled().map(|()| Event::Stalled).boxed(),
         wait_silent(condition, idle).map(|()| Event::Silent).boxed(),
-        (idle
-            .wait_idle(timeouts.idle_keepalive)
-            .map(|()| Event::Idle))
-        .boxed(),
+        (idle.wait_idle(condition, timeouts.idle_keepalive))
+            .map(|()| Event::Idle)
+            .boxed(),
+        (idle.wait_unread(condition, timeouts.download))
+            .map(|()| Event::Unread)
+            .boxed(),
         (wait_to_close(drain, stop, condition).map(|()| Event::Stop)).boxed(),
     ]
     .into_iter()
@@ -435,7 +452,8 @@ fn close_without_session(proxy: &Proxy, connection: &Arc<ClientConnection>, on_u
     proxy.tasks.spawn(debug_span!("close"), async move {
         // An error means that the connection continues with another request, or has failed.
         if let Ok(upgraded) = on_upgrade.await {
-            let _ = TokioIo::new(upgraded).shutdown().await;
+            let mut io = TokioIo::new(upgraded);
+            let _ = timeout(SHUTDOWN_TIMEOUT, io.shutdown()).await;
         }
         drop(connection);
     });

@@ -1,8 +1,11 @@
 //! Idle time of a client's connection.
 //!
 //! Each request counts from the end of its head until all its parts have ended: its response, an upload after the
-//! response, a session. A connection without any request yet is not idle, because its first head has its own timeout.
+//! response, a session. Bytes that wait for the client's socket keep the connection busy as well: hyper takes the end of a response
+//! into its buffer while a client reads nothing. A connection without any request yet is not idle, because its first head has its
+//! own timeout.
 
+use super::conn_io::ConnState;
 use std::{
     sync::{
         Arc,
@@ -49,13 +52,28 @@ impl IdleTimer {
         Some(self.created_at + Duration::from_millis(since))
     }
 
-    /// Waits until no request has been open for `idle_timeout`, and at least for that time.
-    pub async fn wait_idle(&self, idle_timeout: Duration) {
+    /// Waits until no request has been open and no bytes have waited for the socket for `idle_timeout`, and at least for that time.
+    pub async fn wait_idle(&self, socket: &ConnState, idle_timeout: Duration) {
         let mut deadline = Instant::now() + idle_timeout;
         loop {
             sleep_until(deadline).await;
             let now = Instant::now();
-            deadline = self.idle_since().unwrap_or(now) + idle_timeout;
+            let since = self.idle_since().zip(socket.sent_at());
+            deadline = since.map_or(now, |(ended, sent)| ended.max(sent)) + idle_timeout;
+            if deadline <= now {
+                return;
+            }
+        }
+    }
+
+    /// Waits until the socket has accepted no byte of the bytes that wait for it for `limit`, and no request has been open.
+    pub async fn wait_unread(&self, socket: &ConnState, limit: Duration) {
+        let mut deadline = Instant::now() + limit;
+        loop {
+            sleep_until(deadline).await;
+            let now = Instant::now();
+            let since = self.idle_since().zip(socket.unsent_since());
+            deadline = since.map_or(now, |(ended, unsent)| ended.max(unsent)) + limit;
             if deadline <= now {
                 return;
             }
@@ -83,26 +101,26 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_connection_is_idle_a_while_after_the_last_of_its_requests() {
-        let idle = Arc::new(IdleTimer::default());
+        let (idle, socket) = (Arc::new(IdleTimer::default()), ConnState::default());
         let bound = Duration::from_secs(3);
         let long = 10 * bound;
         assert!(
-            timeout(long, idle.wait_idle(bound)).await.is_err(),
+            timeout(long, idle.wait_idle(&socket, bound)).await.is_err(),
             "no shutdown was requested"
         );
         let (first, second) = (idle.begin_request(), idle.begin_request());
         drop(first);
         assert!(
-            timeout(long, idle.wait_idle(bound)).await.is_err(),
+            timeout(long, idle.wait_idle(&socket, bound)).await.is_err(),
             "one is open"
         );
         drop(second);
         sleep(bound / 2).await;
         let again = idle.begin_request();
         drop(again);
-        assert!(idle.wait_idle(bound).now_or_never().is_none());
+        assert!(idle.wait_idle(&socket, bound).now_or_never().is_none());
         let began = Instant::now();
-        idle.wait_idle(bound).await;
+        idle.wait_idle(&socket, bound).await;
         assert_eq!(began.elapsed(), bound);
     }
 }
