@@ -3,11 +3,14 @@
 use crate::{
     testbed::{TestBed, URL},
     world::{
-        app::{App, PauseGate, Script, answer},
+        app::{
+            App, PauseGate, Script,
+            answer::{self, pattern},
+        },
         client::{Wire, exchange, read, read_to_end, whole},
         frames::{
-            ACK, CONTINUATION, END_HEADERS, END_STREAM, Frame, GOAWAY, HEADERS, PING, PREFACE,
-            fields, frame, next, send, settings,
+            ACK, CONTINUATION, DATA, END_HEADERS, END_STREAM, Frame, GOAWAY, HEADERS, PING,
+            PREFACE, WINDOW_UPDATE, fields, frame, next, send, settings,
         },
     },
 };
@@ -19,15 +22,19 @@ use tokio::{io::AsyncReadExt, time::timeout};
 
 const LONG: Duration = Duration::from_secs(20);
 
+/// Setting of HTTP/2 (RFC 9113, section 6.5.2).
+const INITIAL_WINDOW_SIZE: u16 = 4;
+
 async fn testbed(gate: &PauseGate) -> (App, TestBed) {
     Box::pin(testbed_with(gate, 3, 1)).await
 }
 
-/// An app that answers `/held` when the gate opens, `/early` before it has read the request's body, and all other
-/// paths at once. The times for a head and of an idle connection are in seconds.
+/// An app that answers `/held` when the gate opens, `/early` before it has read the request's body, `/large` with as many
+/// KiB as its query says, and all other paths at once. The times for a head and of an idle connection are in seconds.
 async fn testbed_with(gate: &PauseGate, header: u64, idle: u64) -> (App, TestBed) {
     let gate = gate.clone();
     let app = App::http(move |head| match head.path().as_str() {
+        path if path.starts_with("/large?") => answer::bytes(&large_body(&path[7..])),
         "/held" => answer::parts("text/plain", &["held"], &gate),
         "/early" => Script::new()
             .write("HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nwell")
@@ -144,64 +151,159 @@ async fn answered(wire: &mut Box<dyn Wire>, head: &str) {
     assert_eq!(read(wire, 4).await, b"well");
 }
 
-/// Waits for longer than a connection may be idle: as long as several ones take that end one after the other.
-async fn outlive_idle_connections(testbed: &TestBed, count: usize) {
-    for _ in 0..count {
-        let mut wire = http1_wire(testbed).await;
-        answered(&mut wire, HTTP1_GET).await;
-        assert_eq!(
-            read_to_end(&mut wire).await.unwrap(),
-            b"",
-            "it ends in order"
-        );
-    }
+/// Waits until a connection is idle for its time, and is closed in order.
+async fn outlive_idle_connection(testbed: &TestBed) {
+    let mut wire = http1_wire(testbed).await;
+    answered(&mut wire, HTTP1_GET).await;
+    let rest = read_to_end(&mut wire).await.unwrap();
+    assert_eq!(rest, b"", "it ends in order");
 }
+
+/// Number of connections that outlive, one after the other, an idle connection whose client does not close it: its idle time
+/// of one second, and three more seconds to close it.
+const OUTLIVING: usize = 6;
 
 #[tokio::test]
 async fn an_http1_client_without_a_request_is_sent_away_in_order() {
     let (_app, testbed) = testbed(&PauseGate::new()).await;
-    outlive_idle_connections(&testbed, 1).await;
+    outlive_idle_connection(&testbed).await;
     testbed.until_idle().await;
 }
 
 #[tokio::test]
-async fn an_http1_client_with_an_unfinished_answer_or_upload_is_kept() {
+async fn an_http1_client_with_an_unfinished_answer_is_kept() {
     let gate = PauseGate::new();
-    let (_app, testbed) = Box::pin(testbed_with(&gate, 1, 1)).await;
-    let (mut waits, mut sends) = (http1_wire(&testbed).await, http1_wire(&testbed).await);
-    send(
-        &mut *waits,
-        HTTP1_GET.replace("GET /", "GET /held").as_bytes(),
-    )
-    .await
-    .unwrap();
-    let upload = "POST /early HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 8\r\n\r\nfour";
-    answered(&mut sends, upload).await;
-    // An idle client gets another second to close its connection.
-    outlive_idle_connections(&testbed, 4).await;
+    let (_app, testbed) = Box::pin(testbed(&gate)).await;
+    let mut wire = http1_wire(&testbed).await;
+    let head = HTTP1_GET.replace("GET /", "GET /held");
+    send(&mut *wire, head.as_bytes()).await.unwrap();
+    for _ in 0..OUTLIVING {
+        outlive_idle_connection(&testbed).await;
+    }
     gate.open();
     gate.open();
-    let response = exchange(&mut *waits, "").await;
+    let response = exchange(&mut *wire, "").await;
     assert!(response.starts_with("HTTP/1.1 200 "), "{response}");
     let body = b"4\r\nheld\r\n0\r\n\r\n";
-    assert_eq!(read(&mut waits, body.len()).await, body);
-    let next = format!("more{HTTP1_GET}");
-    answered(&mut sends, &next).await;
+    assert_eq!(read(&mut wire, body.len()).await, body);
+    answered(&mut wire, HTTP1_GET).await;
 }
 
 #[tokio::test]
-async fn a_slow_http1_head_ends_its_connection_at_the_first_and_a_later_request() {
-    let (_app, testbed) = Box::pin(testbed_with(&PauseGate::new(), 1, 3600)).await;
+async fn an_http1_upload_that_continues_after_the_answer_is_kept() {
+    let (_app, testbed) = Box::pin(testbed(&PauseGate::new())).await;
+    // The bytes of one client arrive until the end, and those of the other only then.
+    let (mut steady, mut paused) = (http1_wire(&testbed).await, http1_wire(&testbed).await);
+    let length = 4 + OUTLIVING + 1;
+    let upload = format!(
+        "POST /early HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: {length}\r\n\r\nfour"
+    );
+    answered(&mut steady, &upload).await;
+    answered(&mut paused, &upload).await;
+    for _ in 0..OUTLIVING {
+        send(&mut *steady, b"x").await.unwrap();
+        outlive_idle_connection(&testbed).await;
+    }
+    answered(&mut steady, &format!("x{HTTP1_GET}")).await;
+    let rest = "x".repeat(OUTLIVING + 1);
+    answered(&mut paused, &format!("{rest}{HTTP1_GET}")).await;
+    assert_eq!(slow_heads(&testbed).await, 0);
+}
+
+#[tokio::test]
+async fn a_slow_http1_head_ends_its_connection() {
+    let (_app, testbed) = Box::pin(testbed_with(&PauseGate::new(), 3, 3600)).await;
+    // The first request of a connection, and a later one.
     for (seen, requests) in (0..).zip([0, 2]) {
+        assert_eq!(slow_heads(&testbed).await, seen);
         let mut wire = http1_wire(&testbed).await;
         for _ in 0..requests {
             answered(&mut wire, HTTP1_GET).await;
         }
-        assert_eq!(slow_heads(&testbed).await, seen);
         send(&mut *wire, b"GET / HTTP/1.1\r\nHost: ").await.unwrap();
         let ended = timeout(LONG, wire.read_u8()).await;
         ended.expect("it ends").expect_err("no response");
         assert_eq!(slow_heads(&testbed).await, seen + 1);
     }
     testbed.until_idle().await;
+}
+
+/// Returns the body of a `/large` answer of this many KiB.
+fn large_body(kib: &str) -> Vec<u8> {
+    pattern(kib.parse::<usize>().unwrap() << 10)
+}
+
+/// Sizes of answers in KiB, from those that the system buffers to those of which hyper cannot buffer the rest. hyper buffers
+/// more than one step, so the rest of at least one answer is in its buffer.
+fn large_sizes() -> impl Iterator<Item = usize> {
+    (1..=16).map(|step| 64 * step)
+}
+
+/// Requests an answer of each size, through TLS and without, and reads nothing.
+async fn request_large(testbed: &TestBed, is_http2: bool) -> Vec<(usize, Box<dyn Wire>)> {
+    let alpn = [if is_http2 { "h2" } else { "http/1.1" }];
+    let mut wires = Vec::new();
+    for kib in large_sizes() {
+        let path = format!("/large?{kib}");
+        let request = if is_http2 {
+            // The windows of stream and connection are larger than any of the answers.
+            let window = 64_u32 << 20;
+            let values = settings(&[(INITIAL_WINDOW_SIZE, window)]);
+            let more = frame(WINDOW_UPDATE, 0, 0, &window.to_be_bytes());
+            let head = frame(HEADERS, END_HEADERS | END_STREAM, 1, &get(&path));
+            [PREFACE, &values, &more, &head].concat()
+        } else {
+            HTTP1_GET.replace("GET /", &format!("GET {path}")).into()
+        };
+        let plain: Box<dyn Wire> = Box::new(testbed.tcp("plain").await);
+        let tls = testbed.client().wire("edge-1", &alpn).await.unwrap();
+        for mut wire in [plain, tls] {
+            send(&mut *wire, &request).await.unwrap();
+            wires.push((kib, wire));
+        }
+    }
+    wires
+}
+
+/// Reads the body of the HTTP/2 answer with stream 1.
+async fn read_http2_body(wire: &mut dyn Wire) -> Vec<u8> {
+    let mut body = Vec::new();
+    loop {
+        let frame = timeout(LONG, next(wire)).await.expect("a frame").unwrap();
+        if frame.kind == DATA {
+            body.extend_from_slice(&frame.payload);
+        }
+        if frame.ends() {
+            return body;
+        }
+    }
+}
+
+/// Reads nothing for longer than a connection may be idle, then the whole answers.
+async fn pause_large(is_http2: bool) {
+    let (_app, testbed) = Box::pin(testbed(&PauseGate::new())).await;
+    let wires = request_large(&testbed, is_http2).await;
+    for _ in 0..OUTLIVING {
+        outlive_idle_connection(&testbed).await;
+    }
+    for (kib, mut wire) in wires {
+        let body = if is_http2 {
+            read_http2_body(&mut *wire).await
+        } else {
+            let head = exchange(&mut *wire, "").await;
+            assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
+            read(&mut wire, kib << 10).await
+        };
+        assert!(body == large_body(&kib.to_string()), "{kib} KiB differ");
+    }
+}
+
+#[tokio::test]
+async fn an_http1_client_that_pauses_gets_the_whole_answer() {
+    Box::pin(pause_large(false)).await;
+}
+
+#[tokio::test]
+async fn an_http2_client_that_pauses_gets_the_whole_answer() {
+    Box::pin(pause_large(true)).await;
 }

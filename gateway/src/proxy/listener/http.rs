@@ -158,7 +158,7 @@ const SILENCE_CHECK_INTERVAL: Duration = Duration::from_secs(15);
 /// response would lose a request in transit. An HTTP/2 connection announces its end by GOAWAY and loses no request.
 const LAST_REQUEST_WAIT: Duration = Duration::from_secs(1);
 
-/// Time for the orderly close of a connection that has become no session. It includes the time for which the bytes that still arrive are
+/// Time for the orderly close of an idle connection or one that has become no session. It includes the time for which the bytes that still arrive are
 /// discarded.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -216,6 +216,8 @@ pub(super) async fn serve(
                 }
                 Event::StillIdle => {
                     tracing::debug!("an idle client did not close its connection");
+                    // A reset would discard what the client has not read of its responses.
+                    let _ = timeout(SHUTDOWN_TIMEOUT, cork.clone().shutdown()).await;
                     return;
                 }
                 Event::Unread => {
