@@ -158,8 +158,8 @@ const SILENCE_CHECK_INTERVAL: Duration = Duration::from_secs(15);
 /// response would lose a request in transit. An HTTP/2 connection announces its end by GOAWAY and loses no request.
 const LAST_REQUEST_WAIT: Duration = Duration::from_secs(1);
 
-/// Time for the orderly close of an idle connection or one that has become no session. It includes the time for which the bytes that still arrive are
-/// discarded.
+/// Time for the orderly close of an idle connection, or of one that has become no session. It includes the time for which the
+/// bytes that still arrive are discarded.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Serves one connection until it ends. After `stop`, finishes the requests that have begun.
