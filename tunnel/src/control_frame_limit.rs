@@ -5,15 +5,16 @@
 //! receives, since those cause such frames, and over time. A client without points gets GOAWAY with `ENHANCE_YOUR_CALM` (RFC
 //! 9113 §10.5). The bytes that it still sends are discarded until it has read the GOAWAY. HTTP/1.1 is not limited.
 //!
-//! Resets of the client become errors above: hyper takes a session that was reset with CANCEL or `NO_ERROR` for complete (hyper
-//! 1.12). Their code is replaced by `CONNECT_ERROR`.
+//! The codes of resets that hyper would take for the complete end of a session are replaced in both directions: those of the client,
+//! and those of aborted sessions to the client, see [`crate::reset_codes`].
 
 use crate::{
     flood::TokenBucket,
     frame_parser::{
-        CONTINUATION, ClientFrames, DATA, FrameEvent, FrameParser, GOAWAY, HEADERS, PRIORITY,
-        RST_STREAM, WINDOW_UPDATE,
+        CONTINUATION, ClientFrames, DATA, FrameEvent, GOAWAY, HEADERS, PRIORITY, RST_STREAM,
+        WINDOW_UPDATE,
     },
+    reset_codes::{AbortedStreams, CONNECT_ERROR, ORDINARY_END_CODES, WrittenFrames},
 };
 use std::{
     io,
@@ -36,10 +37,6 @@ const POINTS_PER_STREAM: u64 = 24;
 const RARE_FRAME_COST: u64 = 10;
 /// Error code for a peer that generates excessive load (RFC 9113 §7).
 const ENHANCE_YOUR_CALM: u32 = 11;
-/// Last byte of the error codes (RFC 9113 §7) that hyper takes for an ordinary end: `NO_ERROR` and CANCEL.
-const ORDINARY_END_CODES: [u8; 2] = [0, 8];
-/// Last byte of the error code of a session that was reset (RFC 9113 §8.5).
-const CONNECT_ERROR: u8 = 10;
 /// Time that a client gets to read the GOAWAY before its connection closes.
 const GOAWAY_GRACE: Duration = Duration::from_secs(1);
 /// Maximum number of bytes that are discarded during this time.
@@ -51,7 +48,8 @@ pub struct ControlFrameLimiter<S, F> {
     io: S,
     on_flood: F,
     read_frames: ClientFrames,
-    write_parser: FrameParser,
+    written_frames: WrittenFrames,
+    aborted: AbortedStreams,
     bucket: TokenBucket,
     last_stream: u32,
     /// Whether the last frame that began is a reset.
@@ -66,12 +64,20 @@ impl<S, F: Fn()> ControlFrameLimiter<S, F> {
             io,
             on_flood,
             read_frames: ClientFrames::default(),
-            write_parser: FrameParser::default(),
+            written_frames: WrittenFrames::default(),
+            aborted: AbortedStreams::default(),
             bucket: TokenBucket::new(MAX_POINTS, POINTS_PER_SECOND),
             last_stream: 0,
             in_reset: false,
             goaway_close: None,
         }
+    }
+
+    /// Replaces the codes of the resets of these streams.
+    #[must_use]
+    pub fn with_aborted_streams(mut self, aborted: AbortedStreams) -> Self {
+        self.aborted = aborted;
+        self
     }
 
     /// Whether the budget covers the frames that begin in these bytes. Replaces the codes of resets.
@@ -120,11 +126,19 @@ impl<S, F: Fn()> ControlFrameLimiter<S, F> {
         is_covered
     }
 
-    fn earn_for_written(&mut self, bytes: &[u8]) {
+    /// Records bytes that were written as they are.
+    fn record_written(&mut self, bytes: &[u8]) {
         if self.read_frames.is_http2() {
-            self.write_parser.parse(bytes, |_| {});
+            self.written_frames.parse(bytes, &self.aborted);
             self.bucket.earn_for_sent(bytes.len(), 0, POINTS_PER_STREAM);
         }
+    }
+
+    /// Whether the code of a reset in these bytes has to be replaced.
+    fn has_replaced_code(&self, bufs: &[io::IoSlice<'_>]) -> bool {
+        let mut frames = self.written_frames.clone();
+        self.read_frames.is_http2()
+            && (bufs.iter()).any(|buf| frames.parse(buf, &self.aborted).is_some())
     }
 }
 
@@ -206,7 +220,7 @@ where
             buf.set_filled(filled_before);
             (this.on_flood)();
             let goaway_close =
-                GoAwayClose::new(this.last_stream, this.write_parser.is_at_frame_boundary());
+                GoAwayClose::new(this.last_stream, this.written_frames.is_at_frame_boundary());
             this.goaway_close = Some(Box::new(goaway_close));
         }
         if let Some(goaway_close) = &mut this.goaway_close {
@@ -232,8 +246,18 @@ where
             // The read side closes the connection and wakes its task.
             return Poll::Pending;
         }
-        let written = ready!(Pin::new(&mut this.io).poll_write(cx, buf))?;
-        this.earn_for_written(buf.get(..written).unwrap_or_default());
+        if !this.read_frames.is_http2() {
+            return Pin::new(&mut this.io).poll_write(cx, buf);
+        }
+        let (bytes, frames) = this.written_frames.replace(buf, &this.aborted);
+        let written = ready!(Pin::new(&mut this.io).poll_write(cx, bytes))?;
+        if written == bytes.len() {
+            this.written_frames = frames;
+        } else {
+            let part = bytes.get(..written).unwrap_or_default();
+            this.written_frames.parse(part, &this.aborted);
+        }
+        this.bucket.earn_for_sent(written, 0, POINTS_PER_STREAM);
         Poll::Ready(Ok(written))
     }
 
@@ -254,11 +278,15 @@ where
         if this.goaway_close.is_some() {
             return Poll::Pending;
         }
+        if this.has_replaced_code(bufs) {
+            let first = bufs.iter().find(|buf| !buf.is_empty());
+            return Pin::new(this).poll_write(cx, first.map_or(&[][..], |buf| buf));
+        }
         let written = ready!(Pin::new(&mut this.io).poll_write_vectored(cx, bufs))?;
         let mut left = written;
         for buf in bufs {
             let part = buf.len().min(left);
-            this.earn_for_written(buf.get(..part).unwrap_or_default());
+            this.record_written(buf.get(..part).unwrap_or_default());
             left -= part;
         }
         Poll::Ready(Ok(written))
@@ -272,7 +300,10 @@ mod tests {
     use super::*;
     use crate::frame_parser::{ACK, PING, PREFACE, SETTINGS};
     use std::cell::Cell;
-    use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex},
+        sync::mpsc,
+    };
 
     const UNKNOWN: u8 = 0xfa;
 
@@ -378,6 +409,113 @@ mod tests {
                 read.extend(buf);
             }
             assert_eq!(read, expected, "{cut}");
+        }
+    }
+
+    /// Connection that takes at most this many bytes in one write, so that the frames of h2 are cut anywhere.
+    #[derive(Debug)]
+    struct CutIo(DuplexStream, usize);
+
+    impl AsyncRead for CutIo {
+        fn poll_read(
+            mut self: Pin<&mut Self>,
+            cx: &mut Context<'_>,
+            buf: &mut ReadBuf<'_>,
+        ) -> Poll<io::Result<()>> {
+            Pin::new(&mut self.0).poll_read(cx, buf)
+        }
+    }
+
+    impl AsyncWrite for CutIo {
+        fn poll_write(
+            mut self: Pin<&mut Self>,
+            cx: &mut Context<'_>,
+            buf: &[u8],
+        ) -> Poll<io::Result<usize>> {
+            let length = buf.len().min(self.1);
+            Pin::new(&mut self.0).poll_write(cx, &buf[..length])
+        }
+
+        fn poll_write_vectored(
+            self: Pin<&mut Self>,
+            cx: &mut Context<'_>,
+            bufs: &[io::IoSlice<'_>],
+        ) -> Poll<io::Result<usize>> {
+            let bytes = bufs.iter().flat_map(|buf| buf.iter().copied());
+            self.poll_write(cx, &bytes.collect::<Vec<_>>())
+        }
+
+        fn is_write_vectored(&self) -> bool {
+            true
+        }
+
+        causeway_rt::forward!(0: poll_flush, poll_shutdown);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn resets_of_aborted_streams_reach_the_client_as_errors() {
+        for cut in [1, 5, 12, 13, 14, 1 << 16] {
+            let (near, far) = duplex(1 << 16);
+            let near = CutIo(near, cut);
+            let aborted = AbortedStreams::default();
+            let (received_all, mut until_received) = mpsc::channel(1);
+            let server = async {
+                let limiter = ControlFrameLimiter::new(near, || panic!("it is no flood"));
+                let io = limiter.with_aborted_streams(aborted.clone());
+                let mut server = h2::server::handshake(io).await.unwrap();
+                let mut open = None;
+                loop {
+                    let (request, mut respond) = tokio::select! {
+                        Some(()) = until_received.recv() => {
+                            drop(open.take());
+                            continue;
+                        }
+                        accepted = server.accept() => accepted.unwrap().unwrap(),
+                    };
+                    let path = request.uri().path();
+                    if path.starts_with("/aborted") {
+                        aborted.insert(Some(respond.stream_id().as_u32()));
+                    }
+                    let head = http::Response::new(());
+                    let mut send = respond.send_response(head, false).unwrap();
+                    let is_last = path.ends_with("/ended");
+                    let chunk = bytes::Bytes::from_static(&[8; 300]);
+                    send.send_data(chunk, is_last).unwrap();
+                    open = Some((request, send));
+                }
+            };
+            let client = async {
+                let (requests, connection) = h2::client::handshake(far).await.unwrap();
+                let asking = async {
+                    for (path, code) in [
+                        ("/", h2::Reason::CANCEL),
+                        ("/aborted", h2::Reason::CONNECT_ERROR),
+                        ("/aborted/ended", h2::Reason::CONNECT_ERROR),
+                        ("/ended", h2::Reason::NO_ERROR),
+                    ] {
+                        let request = http::Request::get(format!("http://a{path}")).body(());
+                        let mut requests = requests.clone().ready().await.unwrap();
+                        let sent = requests.send_request(request.unwrap(), false).unwrap();
+                        let (answer, mut send) = sent;
+                        let mut body = answer.await.unwrap().into_body();
+                        let mut received = 0;
+                        while received < 300 {
+                            received += body.data().await.unwrap().unwrap().len();
+                        }
+                        received_all.send(()).await.unwrap();
+                        let reset = std::future::poll_fn(|cx| send.poll_reset(cx)).await;
+                        assert_eq!(reset.unwrap(), code, "{cut} {path}");
+                    }
+                };
+                tokio::select! {
+                    () = asking => {}
+                    ended = connection => panic!("{ended:?}"),
+                }
+            };
+            tokio::select! {
+                () = server => {}
+                () = client => {}
+            }
         }
     }
 

@@ -60,7 +60,7 @@ pub enum FrameEvent<'a> {
 }
 
 /// Parser state of one direction of a connection.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct FrameParser {
     head_buf: [u8; FRAME_HEADER_LEN],
     head_len: usize,

@@ -28,6 +28,7 @@ pub mod frame_parser;
 pub mod headers;
 pub mod informational;
 pub mod load;
+pub mod reset_codes;
 mod small_frames;
 pub mod stall_monitor;
 pub mod stream;

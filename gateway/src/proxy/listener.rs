@@ -33,7 +33,7 @@ use ::http::{Method, Request};
 use arc_swap::{ArcSwap, ArcSwapOption};
 use causeway_certs::{Fingerprint, NodeName, SniCertResolver, verify::TrustStore};
 use causeway_rt::{connection_limit::Slot, listener::RemoteAddr, log_throttle::LogThrottle};
-use causeway_tunnel::informational::InformationalResponses;
+use causeway_tunnel::{informational::InformationalResponses, reset_codes::AbortedStreams};
 use conn_io::ConnState;
 use idle_timer::IdleTimer;
 use ipnet::IpNet;
@@ -339,6 +339,8 @@ pub struct ClientConnection {
     pub window: u32,
     /// Interim responses to its requests.
     pub(crate) interims: InformationalResponses,
+    /// HTTP/2 streams of aborted sessions.
+    pub(crate) aborted: AbortedStreams,
     /// Values of the forwarding headers of the last request.
     pub(crate) forwarded: CachedValues,
     /// Slot of the connection, which each of its streams holds.

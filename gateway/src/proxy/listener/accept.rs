@@ -26,7 +26,7 @@ use causeway_rt::{
     listener::{BoundSocket, RemoteAddr, SocketListener, original_destination},
     socket::{DetachedSocket, Socket},
 };
-use causeway_tunnel::informational::InformationalResponses;
+use causeway_tunnel::{informational::InformationalResponses, reset_codes::AbortedStreams};
 use https::ClientHello;
 use passthrough::PassthroughHello;
 use std::{
@@ -455,6 +455,7 @@ impl AcceptedSocket {
             idle: Arc::default(),
             window: http::stream_window(proxy),
             interims: InformationalResponses::default(),
+            aborted: AbortedStreams::default(),
             forwarded: CachedValues::default(),
             slot: self.room,
             _connection_guard: proxy.listener.metrics.connection_guard(),

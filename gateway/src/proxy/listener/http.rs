@@ -380,6 +380,7 @@ fn wrap_io(
         tracing::debug!("a client flooded its connection with control frames");
         metrics.count_limit_reached("control_frames");
     });
+    let io = io.with_aborted_streams(connection.aborted.clone());
     InformationalIo::new(io, connection.interims.clone())
 }
 
@@ -401,7 +402,11 @@ async fn respond(
     let busy_guard = connection.idle.begin_request();
     if request.version() == Version::HTTP_2 {
         if request.method() == Method::CONNECT {
-            let reset = StreamReset::default();
+            let stream = match exchange {
+                ExchangeId::Http2(stream) => Some(stream),
+                ExchangeId::None | ExchangeId::Http1 => None,
+            };
+            let reset = StreamReset::new(stream, connection.aborted.clone());
             request.extensions_mut().insert(reset.clone());
             let _ = HANDLES.try_with(|handles| handles.reset.set(reset));
         }

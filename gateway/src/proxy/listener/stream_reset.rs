@@ -2,8 +2,10 @@
 //!
 //! hyper ends the stream of an upgraded request in order when its two halves are dropped, and has no call that resets it
 //! (hyper 1.12, `H2Upgraded`). Dropping the task that sends the stream's bytes resets it. The session requests that here. It also
-//! learns here that the client has reset the stream, while nothing is read from it.
+//! learns here that the client has reset the stream, while nothing is read from it. The connection below hyper replaces the code of
+//! the reset, by which the client would take the session for complete.
 
+use causeway_tunnel::reset_codes::AbortedStreams;
 use futures_util::task::AtomicWaker;
 use std::{
     future::poll_fn,
@@ -18,11 +20,15 @@ use std::{
 };
 
 /// Reset of a stream, by either side. Clones share it.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct StreamReset(Arc<Shared>);
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Shared {
+    /// Number of the stream, if it is known.
+    stream: Option<u32>,
+    /// The aborted streams of the connection.
+    aborted: AbortedStreams,
     is_requested: AtomicBool,
     sender_waker: AtomicWaker,
     /// Whether the task that sends the stream's bytes has ended.
@@ -33,8 +39,22 @@ struct Shared {
 }
 
 impl StreamReset {
+    /// Returns the reset of the stream with this number, if it is known.
+    pub(super) fn new(stream: Option<u32>, aborted: AbortedStreams) -> Self {
+        Self(Arc::new(Shared {
+            stream,
+            aborted,
+            is_requested: AtomicBool::new(false),
+            sender_waker: AtomicWaker::new(),
+            is_sender_done: AtomicBool::new(false),
+            is_half_closed: AtomicBool::new(false),
+            session_waker: AtomicWaker::new(),
+        }))
+    }
+
     /// Requests the reset. Both halves of the stream must be dropped afterwards.
     pub fn request(&self) {
+        self.0.aborted.insert(self.0.stream);
         self.0.is_requested.store(true, Release);
         self.0.sender_waker.wake();
     }
