@@ -1,21 +1,29 @@
 //! Connect listener that dials addresses that no connected edge serves, and only in its networks.
 
 use crate::world::{
-    GATEWAY_NAME, World,
-    app::{App, End, PauseGate, Script},
-    client::{Answer, assert_problem, exchange, read_to_end},
+    GATEWAY_NAME, PATIENCE, World,
+    app::{App, End, PauseGate, Script, answer::pattern},
+    client::{Answer, Wire, assert_problem, exchange, read_to_end},
+    frames::{
+        DATA, END_HEADERS, Frame, HEADERS, PREFACE, RST_STREAM, WINDOW_UPDATE, fields, frame, next,
+        send, settings,
+    },
     gateway::{anonymous, listener},
     until,
 };
 use causeway_certs::NodeName;
+use causeway_edge::config::Protocol;
 use causeway_gateway::{
     config::{ErrorFormat, Kubernetes, Listener, ListenerProtocol, policy},
-    state::{ClusterNode, Policy, PolicyWriter},
+    state::{ClusterNode, Pod, Policy, PolicyWriter},
 };
+use futures_util::FutureExt;
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
+    net::{TcpListener, TcpStream},
+    time::timeout,
 };
 use tokio_rustls::client::TlsStream;
 
@@ -182,6 +190,97 @@ async fn a_reset_on_one_side_is_a_reset_on_the_other() {
     assert_eq!(app.end().await, End::Reset);
 }
 
+/// The bytes of a target that has reset its connection are unread when the client's first bytes are sent to it.
+#[tokio::test]
+async fn the_last_bytes_of_a_target_precede_its_reset() {
+    let sent = pattern(48 << 10);
+    let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = app.local_addr().unwrap();
+    let target = address.to_string();
+    let at_edge = Listener {
+        node: Some(NodeName::parse("edge-1").unwrap()),
+        port: Some(7),
+        ..anonymous("tcp", ListenerProtocol::Tcp)
+    };
+    let api = Listener {
+        errors: ErrorFormat::Kubernetes,
+        ..dialling("api")
+    };
+    let build = World::build().listener(dialling("wide")).listener(api);
+    let world = build.listener(at_edge).start().await;
+    let edge = world.edge("edge-1").port_as(7, Protocol::Tcp, address);
+    let _edge = edge.join().await;
+    let accept_and_reset = async || {
+        let (mut accepted, _) = app.accept().await.unwrap();
+        accepted.write_all(&sent).await.unwrap();
+        accepted.set_zero_linger().unwrap();
+    };
+    let received = async |wire: &mut dyn Wire| {
+        let (mut received, mut buf) = (Vec::new(), [0; 4096]);
+        loop {
+            match timeout(PATIENCE, wire.read(&mut buf)).await.unwrap() {
+                Ok(0) => panic!("an end in order behind {} bytes", received.len()),
+                Ok(read) => received.extend_from_slice(&buf[..read]),
+                Err(error) => {
+                    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+                    break;
+                }
+            }
+        }
+        assert!(received == sent, "{} bytes", received.len());
+    };
+    for listener in ["wide", "api"] {
+        let (mut wire, answer) = asked(&world, listener, &target).await;
+        assert!(answer.starts_with(HELLO), "{answer}");
+        accept_and_reset().await;
+        // If the relay of "wide" has ended already, this may fail.
+        let _ = wire.write_all(b"first").await;
+        received(&mut wire).await;
+    }
+
+    let mut wire = world.client_at("tcp").tcp_stream().await;
+    accept_and_reset().await;
+    received(&mut wire).await;
+
+    let mut wire = world
+        .client_at("api")
+        .wire(GATEWAY_NAME, &["h2"])
+        .await
+        .unwrap();
+    let head = fields(&[(":method", "CONNECT"), (":authority", &target)]);
+    let head = frame(HEADERS, END_HEADERS, 1, &head);
+    let opening = [PREFACE, &settings(&[]), &head].concat();
+    send(&mut *wire, &opening).await.unwrap();
+    let answer = next_of(&mut *wire).await;
+    assert_eq!((answer.kind, answer.status()), (HEADERS, 200));
+    accept_and_reset().await;
+    send(&mut *wire, &frame(DATA, 0, 1, b"first"))
+        .await
+        .unwrap();
+    let mut received = Vec::new();
+    let end = loop {
+        match next_of(&mut *wire).await {
+            data if data.kind == DATA => received.extend_from_slice(&data.payload),
+            end => break end,
+        }
+    };
+    assert!(received == sent, "{} bytes", received.len());
+    assert_eq!(
+        (end.kind, &end.payload[..]),
+        (RST_STREAM, &[0, 0, 0, 10][..])
+    );
+}
+
+/// Returns the next frame of stream 1, except updates of its window.
+async fn next_of(wire: &mut dyn Wire) -> Frame {
+    loop {
+        let frame = next(wire).await.unwrap();
+        if frame.stream == 1 && frame.kind != WINDOW_UPDATE {
+            return frame;
+        }
+    }
+}
+
 #[tokio::test]
 async fn direct_sessions_count_against_their_clients_limit() {
     let build = World::build().listener(dialling("wide"));
@@ -287,4 +386,107 @@ async fn direct_dials_wait_until_the_nodes_are_known() {
         .replace_cluster([(NodeName::parse("cloud-1").unwrap(), ClusterNode::default())].into());
     let (_wire, answer) = asked(&world, "wide", &address).await;
     assert!(answer.starts_with(HELLO), "{answer}");
+}
+
+/// Has a node outside the edges in this world, at these addresses.
+fn add_node_elsewhere(world: &World, addresses: &[&str]) {
+    let node = ClusterNode {
+        addresses: addresses.iter().map(|each| each.parse().unwrap()).collect(),
+        ..ClusterNode::default()
+    };
+    let nodes = [(NodeName::parse("cloud-1").unwrap(), node)];
+    world.nodes().replace_cluster(nodes.into());
+}
+
+#[tokio::test]
+async fn the_next_address_of_a_name_is_dialled_after_one_that_fails() {
+    let rules = json!([
+        { "where": { "direct": ["127.0.0.2/32"] }, "then": "deny" },
+        { "then": "allow" },
+    ]);
+    let rules = PolicyWriter::new(Some(compiled(&rules)));
+    let build = World::build().policy(rules.reader());
+    let world = build.listener(dialling("wide")).start().await;
+    let app = App::tcp(Script::new().echo()).await;
+    let denied = TcpListener::bind(("127.0.0.2", app.port())).await.unwrap();
+    let target = format!("cloud-1:{}", app.port());
+    let nobody = async || {
+        let client = world.client_at("wide").nobody();
+        let mut wire = client.tls_stream(GATEWAY_NAME, &[]).await.unwrap();
+        let head = format!("CONNECT {target} HTTP/1.1\r\nHost: x\r\n\r\n");
+        (exchange(&mut wire, head).await, wire)
+    };
+    // The policy refuses the first address, and no server is at the second.
+    add_node_elsewhere(&world, &["127.0.0.2", "127.0.0.3", "127.0.0.1"]);
+    let (answer, mut wire) = nobody().await;
+    assert!(answer.starts_with(HELLO), "{answer}");
+    wire.write_all(b"x").await.unwrap();
+    wire.read_exact(&mut [0]).await.unwrap();
+    // The error is that of the last address.
+    for (addresses, status) in [
+        (["127.0.0.2", "127.0.0.3"], " 502 "),
+        (["127.0.0.3", "127.0.0.2"], " 403 "),
+    ] {
+        add_node_elsewhere(&world, &addresses);
+        let (answer, _) = nobody().await;
+        let line = answer.lines().next().unwrap();
+        assert!(line.contains(status), "{line}");
+    }
+    let accepted = denied.accept().now_or_never();
+    assert!(accepted.is_none(), "a refused address was dialled");
+}
+
+#[tokio::test]
+async fn anonymous_clients_of_direct_networks_do_not_learn_which_pods_exist() {
+    let rules = json!([
+        { "where": { "direct": ["10.250.0.0/16", "192.0.2.0/24"] }, "then": "deny" },
+        { "then": "allow" },
+    ]);
+    let rules = PolicyWriter::new(Some(compiled(&rules)));
+    let wide = |listener| Listener {
+        direct_networks: vec!["0.0.0.0/0".parse().unwrap()],
+        ..listener
+    };
+    let open = wide(anonymous("open", ListenerProtocol::Connect));
+    let known = wide(listener("known", ListenerProtocol::Connect));
+    let build = World::build().policy(rules.reader());
+    let world = build.listener(open).listener(known).start().await;
+    let targets = [
+        ("10.250.0.3:80", 403, "forbidden"),
+        ("cloud.a.pod:80", 403, "forbidden"),
+        ("cloud-1:80", 403, "forbidden"),
+        ("10.250.0.9:80", 404, "node_unknown"),
+        ("nobody.a.pod:80", 404, "node_unknown"),
+        ("nobody.invalid:80", 404, "node_unknown"),
+    ];
+    // Without pods there is nothing to hide.
+    add_node_elsewhere(&world, &["192.0.2.1"]);
+    let answer = refused(&world, "open", "cloud-1:80").await;
+    assert_problem(&answer, 403, "forbidden", "192.0.2.1");
+
+    let nodes = world.nodes();
+    nodes.follow_pods(&["10.250.0.0/16".parse().unwrap()]);
+    add_node_elsewhere(&world, &["192.0.2.1"]);
+    let mut pods = nodes.pods(9).unwrap();
+    let pod = Pod {
+        name: "a/cloud".into(),
+        node: NodeName::parse("cloud-1").unwrap(),
+        addresses: ["10.250.0.3".parse().unwrap()].into(),
+        ends_at: None,
+    };
+    pods.replace(vec![pod]).unwrap();
+    let mut bodies = BTreeSet::new();
+    for (target, status, reason) in targets {
+        let head = format!("CONNECT {target} HTTP/1.1\r\nHost: x\r\n\r\n");
+        let client = world.client_at("open").nobody();
+        let answer = client.raw(GATEWAY_NAME, head).await;
+        assert_eq!(answer.status, 407, "{target}: {answer}");
+        let mut body: Value = serde_json::from_str(&answer.text()).unwrap();
+        body["trace"].take();
+        bodies.insert(body.to_string());
+        // A client that is known learns the reason.
+        let answer = refused(&world, "known", target).await;
+        assert_problem(&answer, status, reason, "");
+    }
+    assert_eq!(bodies.len(), 1, "{bodies:?}");
 }

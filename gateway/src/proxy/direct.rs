@@ -25,36 +25,24 @@ use crate::{
     error::{Error, Reason},
     state::{NodeLocation, Nodes, pods::PodMatch},
 };
-use causeway_rt::{
-    log_throttle::LogThrottle,
-    resolve,
-    socket::{self, ResetOnClose, ResetUnlessComplete},
-};
+use causeway_rt::{log_throttle::LogThrottle, resolve, socket};
 use causeway_tunnel::{
     RejectCode, Target,
-    copy::{ByteCounters, flush_before_reset},
+    copy::{self, CopyOutcome},
 };
 use http::{Method, Request, Response, StatusCode};
 use ipnet::IpNet;
 use std::{
-    io,
     net::{IpAddr, SocketAddr},
-    pin::{Pin, pin},
-    sync::{Arc, atomic::Ordering::Relaxed},
-    task::{Context, Poll, ready},
+    pin::pin,
+    sync::Arc,
     time::Duration,
 };
 use tokio::{
-    io::{
-        AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf, copy_bidirectional_with_sizes,
-    },
     net::TcpStream,
     time::{Instant, timeout, timeout_at},
 };
 use tracing::debug_span;
-
-/// Size of the read buffer of each direction, in bytes.
-const COPY_BUFFER_SIZE: usize = 16 * 1024;
 
 /// Minimum time between two log lines about exhausted resources of this process.
 const LOG_INTERVAL: Duration = Duration::from_mins(1);
@@ -306,131 +294,24 @@ fn spawn_session(direct: &DirectConnect<'_>, session: PendingSession, tcp: TcpSt
             return;
         };
         let reset = session.wait_reset();
-        let mut target_io = CountedIo::new(tcp, &record.bytes);
-        let relayed = {
-            let work = pin!(relay(session, &mut target_io, client_speaks_first));
-            tokio::select! {
-                biased;
-                relayed = record.run_unless_terminated(work) => relayed,
-                () = reset => return record.record_abandoned(RESET_BY_CLIENT),
-            }
+        let relaying = copy::relay_connection(session, tcp, &record.bytes, client_speaks_first);
+        let relaying = pin!(relaying);
+        let outcome = tokio::select! {
+            biased;
+            outcome = record.run_unless_terminated(relaying) => outcome,
+            () = reset => return record.record_abandoned(RESET_BY_CLIENT),
         };
-        match relayed {
-            Ok(Ok(())) => record.mark_session_ended(),
-            Ok(Err(error)) if target_io.is_broken() => {
+        match outcome {
+            Ok(CopyOutcome::Clean) => record.mark_session_ended(),
+            Ok(CopyOutcome::Stream(error)) => {
                 let detail = format!("the target aborted the session: {error}");
                 record.record_failure(&Reason::TargetBroken.error(detail));
             }
-            Ok(Err(error)) => {
+            Ok(CopyOutcome::Socket(error)) => {
                 record.record_abandoned(&format!("the client aborted its session: {error}"));
             }
             Err(_terminated) => {}
         }
     };
     direct.proxy.tasks.spawn(debug_span!("session"), work);
-}
-
-/// Relays bytes and half-closes in both directions. If one side fails, or the future is dropped, both sides are reset.
-pub(super) async fn relay<S, F>(
-    client: S,
-    target: &mut CountedIo<'_, F>,
-    client_speaks_first: bool,
-) -> io::Result<()>
-where
-    S: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
-    F: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
-{
-    let mut client = ResetUnlessComplete::new(client);
-    let mut target = ResetUnlessComplete::new(target);
-    let (near, far) = (&mut client.socket, &mut *target.socket);
-    if client_speaks_first {
-        // kube-apiserver must receive no byte after the answer to its CONNECT before it has sent data (invariant 4).
-        let mut first_bytes = vec![0; COPY_BUFFER_SIZE];
-        let read = near.read(&mut first_bytes).await?;
-        far.write_all(first_bytes.get(..read).unwrap_or_default())
-            .await?;
-        if read == 0 {
-            far.shutdown().await?;
-        }
-    }
-    let copied = copy_bidirectional_with_sizes(near, far, COPY_BUFFER_SIZE, COPY_BUFFER_SIZE).await;
-    if let Err(error) = copied {
-        flush_before_reset(near).await;
-        return Err(error);
-    }
-    client.complete();
-    target.complete();
-    Ok(())
-}
-
-/// Connection to the target that counts its bytes.
-pub(super) struct CountedIo<'a, F> {
-    inner: F,
-    bytes: &'a ByteCounters,
-    has_failed: bool,
-}
-
-impl<'a, F> CountedIo<'a, F> {
-    pub(super) fn new(inner: F, bytes: &'a ByteCounters) -> Self {
-        Self {
-            inner,
-            bytes,
-            has_failed: false,
-        }
-    }
-
-    /// Whether this connection has failed, as opposed to the client's connection.
-    pub(super) fn is_broken(&self) -> bool {
-        self.has_failed
-    }
-
-    fn note_failure<T>(&mut self, polled: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
-        self.has_failed |= matches!(polled, Poll::Ready(Err(_)));
-        polled
-    }
-}
-
-impl<F: ResetOnClose> ResetOnClose for CountedIo<'_, F> {
-    fn abort(&self) {
-        self.inner.abort();
-    }
-}
-
-impl<F: AsyncRead + Unpin> AsyncRead for CountedIo<'_, F> {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let filled_before = buf.filled().len();
-        let polled = Pin::new(&mut self.inner).poll_read(cx, buf);
-        ready!(self.note_failure(polled))?;
-        let read = u64::try_from(buf.filled().len() - filled_before).unwrap_or_default();
-        self.bytes.down.fetch_add(read, Relaxed);
-        Poll::Ready(Ok(()))
-    }
-}
-
-impl<F: AsyncWrite + Unpin> AsyncWrite for CountedIo<'_, F> {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        let polled = Pin::new(&mut self.inner).poll_write(cx, buf);
-        let written_len = ready!(self.note_failure(polled))?;
-        let up = u64::try_from(written_len).unwrap_or_default();
-        self.bytes.up.fetch_add(up, Relaxed);
-        Poll::Ready(Ok(written_len))
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let polled = Pin::new(&mut self.inner).poll_flush(cx);
-        self.note_failure(polled)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let polled = Pin::new(&mut self.inner).poll_shutdown(cx);
-        self.note_failure(polled)
-    }
 }

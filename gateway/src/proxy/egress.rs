@@ -16,7 +16,7 @@ use super::{
     authn::{AuthMethod, ClientIdentity},
     authz::{Action, AuthzRequest, Destination},
     context::{Proxy, ProxyState, StreamContext},
-    direct::{self, CountedIo},
+    direct,
     forwarding_headers::ForwardingHeaders,
     identity_headers::IdentityHeaderFields,
     limits::{self, CounterGuard},
@@ -44,7 +44,7 @@ use causeway_tunnel::{
     stream_io::StreamIo,
 };
 use http::{Method, Response, StatusCode};
-use limited_io::LimitedIo;
+use limited_io::{CountedIo, LimitedIo};
 use rules::{EgressTarget, Subject};
 use std::{
     collections::BTreeSet,

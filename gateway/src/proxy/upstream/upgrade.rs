@@ -18,15 +18,16 @@ use super::{
 use crate::{
     error::Error,
     proxy::{
-        client_session::PendingSession,
-        context::StreamContext,
-        direct::{CountedIo, relay},
-        forward, request,
-        request_body::RequestBody,
-        response_body::ResponseBody,
+        client_session::PendingSession, context::StreamContext, forward, request,
+        request_body::RequestBody, response_body::ResponseBody,
     },
 };
-use causeway_tunnel::{StreamError, request_target::TargetOverflow, stream_io::StreamIo};
+use causeway_tunnel::{
+    StreamError,
+    copy::{self, CopyOutcome},
+    request_target::TargetOverflow,
+    stream_io::StreamIo,
+};
 use causeway_upstream::{
     connection::UpstreamIo,
     head,
@@ -131,23 +132,21 @@ fn spawn_relay(way: StreamContext<'_>, session: PendingSession, upstream_upgrade
         let Some(session) = starting.await else {
             return;
         };
-        let mut upstream_io = CountedIo::new(far, &record.bytes);
-        let outcome = {
-            let work = pin!(relay(session, &mut upstream_io, false));
-            record.run_unless_terminated(work).await
-        };
+        let relaying = copy::relay_connection(session, far, &record.bytes, false);
+        let outcome = record.run_unless_terminated(pin!(relaying)).await;
         match outcome {
             Err(_terminated) => {}
-            Ok(Ok(())) => record.mark_session_ended(),
-            Ok(Err(error)) => {
+            Ok(CopyOutcome::Clean) => record.mark_session_ended(),
+            Ok(CopyOutcome::Stream(error)) => {
                 if let Some(stream) = find::<StreamError>(&error) {
                     record.record_failure(&Error::from_stream_error(route.node.as_str(), stream));
-                } else if upstream_io.is_broken() {
+                } else {
                     let what = format!("aborted the session: {error}");
                     record.record_failure(&error::broken_upstream(&route, &what));
-                } else {
-                    record.record_abandoned(&format!("the client aborted its session: {error}"));
                 }
+            }
+            Ok(CopyOutcome::Socket(error)) => {
+                record.record_abandoned(&format!("the client aborted its session: {error}"));
             }
         }
     };
