@@ -389,21 +389,18 @@ async fn floods_on_a_connection_for_egress_end_it_with_the_reason() {
         (0..100).flat_map(|_| one()).collect()
     };
     let pings = || frame(PING, 0, 0, &[7; 8]).repeat(100);
-    let floods: [(&mut dyn FnMut() -> Vec<u8>, &str); 3] = [
-        (
-            &mut { pings },
-            "too many control frames on its egress connection",
-        ),
-        (
-            &mut || settings(&[]).repeat(100),
-            "too many control frames on its egress connection",
-        ),
-        (&mut reset_streams, "the egress connection of evil failed"),
+    let floods: [(&mut dyn FnMut() -> Vec<u8>, _); 3] = [
+        (&mut { pings }, Some("too many HTTP/2 control frames")),
+        // The log lines of a node are throttled.
+        (&mut || settings(&[]).repeat(100), None),
+        (&mut reset_streams, None),
     ];
     for (batch, reason) in floods {
         let goaway = flood_egress(&ground.site, batch).await;
-        assert_eq!(goaway[4..8], ENHANCE_YOUR_CALM, "{reason}");
-        ground.says(reason).await;
+        assert_eq!(goaway[4..8], ENHANCE_YOUR_CALM, "{reason:?}");
+        if let Some(reason) = reason {
+            ground.says(reason).await;
+        }
         ground.serves().await;
     }
 }

@@ -6,6 +6,7 @@
 use crate::config::Egress;
 use arc_swap::ArcSwap;
 use causeway_certs::NodeName;
+use causeway_rt::log_throttle::LogThrottle;
 use std::{
     collections::{HashMap, VecDeque},
     sync::{
@@ -75,6 +76,8 @@ pub struct NodeEgress {
     bucket: Mutex<Bucket>,
     /// Time at which the allowance of streams is full again; `None` before the first stream.
     streams_full_at: Mutex<Option<Instant>>,
+    /// Throttle of the log lines about failed connections, because the edge dials again.
+    pub(crate) failure_throttle: LogThrottle,
 }
 
 impl EgressUsage {

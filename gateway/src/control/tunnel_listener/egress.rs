@@ -12,7 +12,10 @@ use super::{
 use crate::{
     control::eligibility::{rejection_reason, untrusted_reason},
     error::Reason,
-    state::{egress::MAX_LINKS, registry::EdgeCertificate},
+    state::{
+        egress::{MAX_LINKS, NodeEgress},
+        registry::EdgeCertificate,
+    },
     worker::WorkerId,
 };
 use causeway_certs::NodeName;
@@ -24,7 +27,7 @@ use causeway_tunnel::{
     liveness::KeepaliveConfig,
     refusal,
 };
-use std::{net::SocketAddr, time::Duration};
+use std::{fmt, net::SocketAddr, time::Duration};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     time::{Instant, interval, timeout},
@@ -90,9 +93,8 @@ impl HandshakeContext {
             ..EdgeSideConfig::default()
         };
         let traffic = io.get_ref().0.traffic();
-        let io = ControlFrameLimiter::new(io, || {
-            warn!(%node, "{node} sent too many control frames on its egress connection, which ends");
-        });
+        // The error of the connection is logged when it ends.
+        let io = ControlFrameLimiter::new(io, || {});
         let accepting = edge_side::accept(io, traffic, config);
         let accepted = link.replaced.run_until_cancelled(accepting).await;
         let Some(accepted) = accepted else {
@@ -149,16 +151,12 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
                     debug!(%node, "refused a control stream on the egress connection of {node}");
                 }
                 // The node violates the protocol or floods, or its connection failed.
-                Err(end @ TunnelEnd::Failed(_)) => {
-                    return warn!(%node, %end, "the egress connection of {node} failed");
-                }
+                Err(end @ TunnelEnd::Failed(_)) => return log_failure(&link.usage, node, &end),
                 Err(end) => return debug!(%node, %end, "the egress connection of {node} ended"),
             },
             () = link.replaced.cancelled() => {
-                warn!(
-                    %node,
-                    "closing an egress connection of {node}: it has {MAX_LINKS} newer ones, or this gateway stops"
-                );
+                let why = format!("the edge has {MAX_LINKS} newer connections, or this gateway stops");
+                log_failure(&link.usage, node, &why);
                 break;
             }
             _ = check.tick() => {
@@ -175,6 +173,15 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
     drop(streams);
     // A gateway or an edge that hangs does not delay the end.
     let _ = timeout(CLOSE_TIMEOUT, close(connection)).await;
+}
+
+/// Logs the failure of a connection. The edge dials again, so the lines of a node are throttled.
+fn log_failure(usage: &NodeEgress, node: &NodeName, why: &dyn fmt::Display) {
+    if let Some(times) = usage.failure_throttle.record() {
+        warn!(%node, times, %why, "egress connections of {node} failed");
+    } else {
+        debug!(%node, %why, "an egress connection of {node} failed");
+    }
 }
 
 /// Closes a connection once the bytes of streams that have ended are sent. Streams that the edge opens meanwhile are refused, and the
@@ -211,7 +218,10 @@ mod tests {
         Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
     };
-    use tokio::{io::duplex, net::TcpListener};
+    use tokio::{
+        io::{AsyncWriteExt, DuplexStream, duplex},
+        net::TcpListener,
+    };
     use tokio_util::sync::CancellationToken;
 
     /// Returns a connection whose streams end when the edge resets them, and the switch that makes the edge leave.
@@ -324,6 +334,45 @@ mod tests {
             tunnel.close();
         };
         serve(&link, edge).await;
+    }
+
+    /// Returns a connection whose edge ends it with a long text of control characters, and the edge's end.
+    async fn failing() -> (EdgeSide<CountedIo<DuplexStream>>, DuplexStream) {
+        const PREFACE_AND_SETTINGS: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
+        let text = b"\n\x1b[31m".repeat(1000);
+        let length = u16::try_from(8 + text.len()).unwrap().to_be_bytes();
+        let goaway = [
+            &[0][..],
+            &length,
+            &[7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2],
+        ]
+        .concat();
+        let (mut near, far) = duplex(1 << 14);
+        let sent = [PREFACE_AND_SETTINGS, &goaway, &text].concat();
+        near.write_all(&sent).await.unwrap();
+        let io = CountedIo::new(far);
+        let (traffic, config) = (io.traffic(), EdgeSideConfig::default());
+        let connection = edge_side::accept(io, traffic, config).await;
+        (connection.unwrap(), near)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn failures_of_a_node_share_a_throttle_and_have_a_short_text() {
+        let (mut connection, _edge) = failing().await;
+        let Err(TunnelEnd::Failed(why)) = connection.next_stream().await else {
+            panic!("the connection fails");
+        };
+        assert!(why.contains(r"\n\x1b[31m"), "{why}");
+        assert!(!why.contains(char::is_control) && why.len() <= 200, "{why}");
+        let (link, _) = link();
+        let node = NodeName::parse("edge-1").unwrap();
+        for _ in 0..5 {
+            let (connection, _edge) = failing().await;
+            serve_streams(connection, &link, (&node, || None)).await;
+        }
+        tokio::time::advance(Duration::from_mins(1)).await;
+        // The first was logged.
+        assert_eq!(link.usage.failure_throttle.record(), Some(5));
     }
 
     #[tokio::test]
