@@ -3,9 +3,9 @@
 //! Two lists must both permit a target: the served ports of the node, each with its upstream, and the addresses to which the
 //! edge may connect. The second list is checked again after name resolution, with the address that the edge is about to
 //! connect to. So no name leads to an address that is not allowed. A target that is not this node requires its host in
-//! `allow.hosts`. If that host turns out to be this machine (loopback), only the node's ports are served, because otherwise
-//! every local port would be open. A service behind the node is permitted like a port, by its name and by the address. For ports that the cluster lists, the own addresses of a cluster's node also count as this
-//! machine.
+//! `allow.hosts`. If that host turns out to be this machine (loopback or a known address of the node), only the node's ports are
+//! served, because otherwise every local port would be open. A service behind the node is permitted like a port, by its name and
+//! by the address.
 
 use super::{
     upstream::{Upstream, UpstreamKey},
@@ -35,6 +35,8 @@ pub(crate) struct LocalNode {
 pub(crate) struct Policy {
     node: Arc<str>,
     addresses: Vec<IpAddr>,
+    /// All known addresses of this node, without loopback.
+    own_addresses: Vec<IpAddr>,
     allow: Allow,
     ports: BTreeMap<u16, Arc<Upstream>>,
     services: BTreeMap<String, Arc<Upstream>>,
@@ -63,9 +65,11 @@ impl Policy {
             Ok((name.clone(), Arc::new(upstream)))
         });
         let services = services.collect::<Result<_, _>>()?;
+        let addresses: Vec<_> = config.addresses.iter().map(IpAddr::to_canonical).collect();
         Ok(Self {
             node,
-            addresses: config.addresses.iter().map(IpAddr::to_canonical).collect(),
+            own_addresses: addresses.clone(),
+            addresses,
             allow: config.allow.clone(),
             ports,
             services,
@@ -82,10 +86,10 @@ impl Policy {
         let ports = ports.chain(announced.tcp.iter().map(with_scheme(Protocol::Tcp)));
         let is_permitted = |port: u16| self.announced_rules.permits(port, &local_node.ports);
         let ports = ports.filter(|(port, _)| is_permitted(*port) && !self.ports.contains_key(port));
-        let mut fallback_addresses = self.addresses.clone();
+        let mut own_addresses = self.addresses.clone();
         for ip in local_node.addresses.iter().map(IpAddr::to_canonical) {
-            if !ip.is_loopback() && !fallback_addresses.contains(&ip) {
-                fallback_addresses.push(ip);
+            if !ip.is_loopback() && !own_addresses.contains(&ip) {
+                own_addresses.push(ip);
             }
         }
         let to_upstream = |port: u16, scheme| Upstream {
@@ -93,7 +97,7 @@ impl Policy {
             node: self.node.clone(),
             target: Target::new("127.0.0.1", port),
             // The gateway that lists the port does not know where the node's apps listen.
-            fallback_addresses: fallback_addresses.clone(),
+            fallback_addresses: own_addresses.clone(),
             scheme,
             tls: None,
             proxy_protocol: false,
@@ -102,7 +106,11 @@ impl Policy {
         let announced = ports
             .map(|(port, scheme)| (port, Arc::new(to_upstream(port, scheme))))
             .collect();
-        Self { announced, ..self }
+        Self {
+            announced,
+            own_addresses,
+            ..self
+        }
     }
 
     /// Returns the upstream of a node port.
@@ -161,7 +169,7 @@ impl Policy {
     ) -> Option<SocketAddr> {
         let ip = address.ip().to_canonical();
         let is_named = self.allow.permits_name(&upstream.target.host);
-        let is_local = ip.is_loopback() || ip.is_unspecified();
+        let is_local = ip.is_loopback() || ip.is_unspecified() || self.own_addresses.contains(&ip);
         let is_permitted = match upstream.id {
             // A name that resolves to this machine must not bypass the list of ports: a hostile DNS server
             // could open all of them. `localhost` is allowed if configured explicitly.
@@ -518,6 +526,41 @@ mod tests {
             policy.permitted_address(&name, "127.0.0.1:22".parse().unwrap()),
             None
         );
+    }
+
+    #[test]
+    fn own_addresses_in_an_allowed_network_are_no_way_around_the_list_of_ports() {
+        let policy = policy(json!({
+            "addresses": ["10.0.0.5"],
+            "allow": { "hosts": ["10.0.0.0/24"] },
+            "ports": { "9100": { "target": "10.0.0.6:9100" } },
+            "services": {
+                "plc": { "target": "plc.local:22", "scheme": "tcp" },
+                "own": { "target": "10.0.0.6:22", "scheme": "tcp" },
+            },
+        }));
+        let policy = policy.with_announced(&AnnouncedPorts::default(), &at("::ffff:10.0.0.6"));
+        let permits = |target: &str, address: &str| {
+            let target: Target = target.parse().unwrap();
+            let upstream = policy.select_upstream(&target, &StreamKind::Tcp);
+            let address = address.parse().unwrap();
+            upstream.is_ok_and(|upstream| policy.permitted_address(&upstream, address).is_some())
+        };
+        for (target, address, permitted) in [
+            ("plc.edge-1:22", "10.0.0.7:22", true),
+            ("plc.edge-1:22", "10.0.0.5:22", false),
+            ("plc.edge-1:22", "10.0.0.6:22", false),
+            ("any.local:22", "10.0.0.7:22", true),
+            ("any.local:22", "10.0.0.5:22", false),
+            ("any.local:22", "[::ffff:10.0.0.6]:22", false),
+            ("10.0.0.7:22", "10.0.0.7:22", true),
+            ("10.0.0.6:22", "10.0.0.6:22", false),
+            // The owner has written the address.
+            ("own.edge-1:22", "10.0.0.6:22", true),
+            ("edge-1:9100", "10.0.0.6:9100", true),
+        ] {
+            assert_eq!(permits(target, address), permitted, "{target} {address}");
+        }
     }
 
     #[test]
