@@ -164,6 +164,22 @@ pub(super) fn is_other_issuer(error: &Error) -> bool {
     )
 }
 
+/// Whether a certificate that fails so proves nothing, see [`PeerRejected::is_unverified`](super::PeerRejected::is_unverified).
+fn is_unverified(error: &Error) -> bool {
+    is_other_issuer(error)
+        || matches!(
+            error,
+            Error::InvalidCertificate(
+                CertificateError::Expired
+                    | CertificateError::ExpiredContext { .. }
+                    | CertificateError::NotValidYet
+                    | CertificateError::NotValidYetContext { .. }
+                    | CertificateError::InvalidPurpose
+                    | CertificateError::InvalidPurposeContext { .. }
+            )
+        )
+}
+
 /// Requirement of a handshake on the client's certificate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CertificateRequirement {
@@ -171,8 +187,9 @@ pub enum CertificateRequirement {
     Required,
     /// A trusted certificate, or none.
     Optional,
-    /// A trusted certificate, one of an unknown CA, or none. `verify_peer` rejects the second, and the client may authenticate by other means:
-    /// kubectl presents the certificate of its cluster also to a proxy that accepts only tokens.
+    /// A trusted certificate, one that proves nothing (of an unknown CA, expired, for another use), or none. `verify_peer` rejects the
+    /// second, and the client may authenticate by other means: kubectl presents the certificate of its cluster also to a proxy that
+    /// accepts only tokens.
     Deferred,
 }
 
@@ -238,7 +255,7 @@ impl ClientCertVerifier for ClientVerifier {
         match self.verify_issuer(leaf, issuers, now) {
             Err(error)
                 if self.requirement == CertificateRequirement::Deferred
-                    && is_other_issuer(&error)
+                    && is_unverified(&error)
                     && leaf.len() + issuers.iter().map(|one| one.len()).sum::<usize>()
                         <= MAX_DEFERRED_BYTES =>
             {

@@ -121,6 +121,20 @@ pub enum PeerRejected {
     Invalid(String),
 }
 
+impl PeerRejected {
+    /// Whether the certificate proves nothing: its issuer is not trusted, it is not valid now, or it is not for this use. A client may
+    /// authenticate by other means then. A certificate that is genuine and refused, such as a revoked one, is different.
+    pub fn is_unverified(&self) -> bool {
+        matches!(
+            self,
+            Self::UnknownIssuer
+                | Self::Expired { .. }
+                | Self::NotYetValid { .. }
+                | Self::WrongPurpose { .. }
+        )
+    }
+}
+
 /// Identity of a peer, and the certificate that proves it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerifiedPeer {

@@ -144,19 +144,21 @@ impl ConnectionCredentials {
         }
     }
 
-    /// Whether a token may identify the client. A certificate of an unknown CA may be for the upstream.
+    /// Whether a token may identify the client. A certificate that proves nothing is ignored then: one of an unknown CA may be for the
+    /// upstream, and the client could leave it out as well.
     pub(crate) fn accept_token(&self) -> bool {
-        matches!(self.client, Ok(None) | Err(PeerRejected::UnknownIssuer))
+        match &self.client {
+            Ok(client) => client.is_none(),
+            Err(rejection) => rejection.is_unverified(),
+        }
     }
 
     /// Returns the error of a token with a note on the certificate that was ignored.
     fn name_certificate(&self, mut error: Error) -> Error {
-        if self.client.is_err() && error.reason == Reason::Unauthenticated {
-            error.detail = format!(
-                "{}; the client's certificate is not issued by a CA that is trusted here",
-                error.detail
-            )
-            .into();
+        if let (Err(rejection), Reason::Unauthenticated) = (&self.client, error.reason) {
+            let ignored = rejection.to_string();
+            let ignored = ignored.replacen("the certificate", "the client's certificate", 1);
+            error.detail = format!("{}; {ignored}", error.detail).into();
         }
         error
     }

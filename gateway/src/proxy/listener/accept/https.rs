@@ -171,7 +171,7 @@ pub(super) fn verify_client(
     let (_, session) = stream.get_ref();
     let client = client_from_certificate(proxy, session).inspect_err(|rejection| {
         let may_have_token = proxy.listener.authentication.accepts_bearer_tokens();
-        if !may_have_token || *rejection != PeerRejected::UnknownIssuer {
+        if !may_have_token || !rejection.is_unverified() {
             handshake_failed(proxy, "certificate", rejection);
         }
     });
