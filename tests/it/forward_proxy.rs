@@ -3,27 +3,37 @@
 use crate::world::{
     GATEWAY_NAME, PATIENCE, World,
     app::{App, End, PauseGate, Script},
+    authority::Authority,
     client::{Client, Connection, Wire, assert_problem, exchange, read, read_to_end, whole},
     edge::Edge,
     frames::{
-        DATA, END_HEADERS, END_STREAM, Frame, HEADERS, PREFACE, RST_STREAM, WINDOW_UPDATE, fields,
-        frame, next, send, settings,
+        DATA, END_HEADERS, END_STREAM, Frame, HEADERS, PING, PREFACE, RST_STREAM, WINDOW_UPDATE,
+        fields, frame, next, send, settings,
     },
-    gateway::{anonymous, listener},
+    gateway::{Build, anonymous, listener},
     tool::{Tool, need},
+    until,
 };
 use causeway_certs::{Ca, TrustDomain};
 use causeway_edge::config::Protocol;
-use causeway_gateway::config::{ClientAuth, Listener, ListenerProtocol};
+use causeway_gateway::{
+    config::{ClientAuth, Listener, ListenerProtocol, policy},
+    state::{Policy, PolicyWriter},
+};
 use data_encoding::BASE64;
-use hyper::{Method, Request, Response, Version, body::Incoming};
-use hyper_util::rt::TokioIo;
-use std::{net::SocketAddr, time::Duration};
+use hyper::{Method, Request, Response, Version, body::Incoming, client::conn::http2};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use serde_json::{Value, json};
+use std::{fs, net::SocketAddr, time::Duration};
 use tokio::{
     io::{AsyncWriteExt, Interest},
     net::TcpListener,
+    task::JoinSet,
     time::timeout,
 };
+
+/// Payload of the reset of an aborted session (RFC 9113 §8.5).
+const CONNECT_ERROR: &[u8] = &[0, 0, 0, 10];
 
 /// Proxy without TLS for these networks of loopback.
 fn plain(name: &str, networks: &[&str]) -> Listener {
@@ -201,16 +211,20 @@ async fn a_refusal_that_ends_the_connection_ends_it_in_order() {
 }
 
 #[tokio::test]
-async fn a_certificate_of_an_unknown_ca_does_not_stand_in_the_way_of_a_token() {
+async fn a_certificate_that_proves_nothing_does_not_stand_in_the_way_of_a_token() {
     let app = App::saying("hello").await;
     let (mut build, ca) = (
         World::build(),
         Ca::create(&TrustDomain::parse("other").unwrap()).unwrap(),
     );
     let token = build.token("ann");
+    let authority = Authority::new();
+    let trusted = build.folder().join("trusted.pem");
+    fs::write(&trusted, authority.pem()).unwrap();
     let authenticated = Listener {
         client_auth: ClientAuth {
             tokens: Some(build.tokens()),
+            client_ca: vec![trusted],
             ..ClientAuth::default()
         },
         ..listener("tokens", ListenerProtocol::Https)
@@ -227,28 +241,33 @@ async fn a_certificate_of_an_unknown_ca_does_not_stand_in_the_way_of_a_token() {
     build = build.listener(authenticated).listener(open);
     let world = build.start().await;
     let _edge = edge(&world, &app).await;
-    let leaf = ca
+    let unknown = ca
         .issue_client("ann", &[], Duration::from_hours(1))
         .unwrap();
-    for name in ["tokens", "open"] {
-        let client = world.client_at(name).certificate(&leaf);
-        let answer = client.get("https://edge-1:9100/").await;
-        let detail = "certificate: is not issued by a CA that is trusted here";
-        assert_problem(&answer, 401, "unauthenticated", detail);
-        let refused = client
-            .clone()
-            .bearer("wrong")
-            .get("https://edge-1:9100/")
-            .await;
-        assert_eq!(refused.status, 401);
-        let served = client.bearer(&token).get("https://edge-1:9100/").await;
-        assert_eq!(served.text(), "hello");
+    let (expired, server) = (authority.expired_app(&["ann"]), authority.app(&["ann"]));
+    for (leaf, why) in [
+        (unknown, "is not issued by a CA that is trusted here"),
+        (expired, "expired at 2021-01-01"),
+        (server, "purpose does not permit use as client"),
+    ] {
+        for name in ["tokens", "open"] {
+            let client = world.client_at(name).certificate(&leaf);
+            let answer = client.get("https://edge-1:9100/").await;
+            assert_problem(&answer, 401, "unauthenticated", "certificate: ");
+            assert!(answer.text().contains(why), "{answer}");
+            let wrong = client.clone().bearer("wrong");
+            let refused = wrong.get("https://edge-1:9100/").await;
+            assert_problem(&refused, 401, "unauthenticated", "token: ");
+            assert!(refused.text().contains(why), "{refused}");
+            let served = client.bearer(&token).get("https://edge-1:9100/").await;
+            assert_eq!(served.text(), "hello", "{why}");
+        }
+        // A listener without tokens refuses the handshake.
+        let request = Request::get("https://edge-1:9100/").body(whole(""));
+        let strict = world.client().certificate(&leaf);
+        let refused = strict.try_send(request.unwrap()).await;
+        refused.map(|answer| answer.to_string()).unwrap_err();
     }
-    // A listener without tokens refuses the handshake.
-    let request = Request::get("https://edge-1:9100/").body(whole(""));
-    let strict = world.client().certificate(&leaf);
-    let refused = strict.try_send(request.unwrap()).await;
-    refused.map(|answer| answer.to_string()).unwrap_err();
 }
 
 #[tokio::test]
@@ -326,11 +345,16 @@ struct Http2Sessions {
 impl Http2Sessions {
     /// Starts a world whose edge serves these apps at the ports from 1 on. The gateway itself dials names of this host.
     async fn start(apps: &[SocketAddr]) -> Self {
+        Self::start_with(apps, |build| build).await
+    }
+
+    /// Starts another world in the same way.
+    async fn start_with(apps: &[SocketAddr], change: impl FnOnce(Build) -> Build) -> Self {
         let proxy = Listener {
             direct_networks: vec!["127.0.0.1/32".parse().unwrap()],
             ..listener("proxy", ListenerProtocol::Connect)
         };
-        let world = World::build().listener(proxy).start().await;
+        let world = change(World::build().listener(proxy)).start().await;
         let edge = world.edge("edge-1");
         let edge = (1..).zip(apps).fold(edge, |edge, (port, app)| {
             edge.port_as(port, Protocol::Tcp, *app)
@@ -417,7 +441,11 @@ async fn an_aborted_session_over_http2_is_a_reset_and_spares_the_other_sessions(
             "{target}"
         );
         let end = sessions.next().await;
-        assert_eq!(end.kind, RST_STREAM, "{target}: {end:?}");
+        assert_eq!(
+            (end.kind, &end.payload[..]),
+            (RST_STREAM, CONNECT_ERROR),
+            "{target}"
+        );
     }
     for target in targets(3, silent.address()) {
         // Codes that hyper takes for an ordinary end: NO_ERROR and CANCEL.
@@ -430,6 +458,138 @@ async fn an_aborted_session_over_http2_is_a_reset_and_spares_the_other_sessions(
     sessions.send(&frame(DATA, 0, spared, b"alive")).await;
     let echoed = next_of(&mut *sessions.wire, spared).await;
     assert_eq!(echoed.payload, b"alive");
+    let last = [
+        frame(DATA, END_STREAM, spared, &[]),
+        frame(PING, 0, 0, &[1; 8]),
+    ];
+    sessions.send(&last.concat()).await;
+    let end = next_of(&mut *sessions.wire, spared).await;
+    assert!(end.ends(), "{end:?}");
+    // A complete session has no reset behind its end.
+    sessions.send(&frame(PING, 0, 0, &[2; 8])).await;
+    loop {
+        let frame = next(&mut *sessions.wire).await.unwrap();
+        assert_ne!(frame.stream, spared, "{frame:?}");
+        if frame.payload == [2; 8] {
+            break;
+        }
+    }
+}
+
+/// hyper resets a stream whose own half has ended with `NO_ERROR`.
+#[tokio::test]
+async fn a_session_that_is_aborted_behind_its_half_close_is_no_complete_one() {
+    let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = app.local_addr().unwrap();
+    let mut sessions = Http2Sessions::start(&[address]).await;
+    for target in targets(1, address) {
+        let stream = sessions.open(&target).await;
+        let (mut accepted, _) = app.accept().await.unwrap();
+        accepted.shutdown().await.unwrap();
+        let half_close = sessions.next().await;
+        assert!(half_close.ends(), "{target}: {half_close:?}");
+        accepted.set_zero_linger().unwrap();
+        drop(accepted);
+        // Only a write shows that the app is gone.
+        sessions.send(&frame(DATA, 0, stream, b"lost")).await;
+        let end = sessions.next().await;
+        assert_eq!(
+            (end.kind, &end.payload[..]),
+            (RST_STREAM, CONNECT_ERROR),
+            "{target}"
+        );
+    }
+}
+
+fn compiled(rules: &Value) -> Policy {
+    let policy: policy::Policy = serde_json::from_value(json!({ "rules": rules })).unwrap();
+    Policy::compile(&policy).unwrap()
+}
+
+#[tokio::test]
+async fn a_session_over_http2_that_the_policy_ends_is_reset_and_recorded() {
+    let echo = App::tcp(Script::new().echo()).await;
+    let rules = PolicyWriter::new(None);
+    let policy = rules.reader();
+    let start = Http2Sessions::start_with(&[echo.address()], |build| build.policy(policy));
+    let mut sessions = Box::pin(start).await;
+    for target in targets(1, echo.address()) {
+        rules.replace(Some(compiled(&json!([{ "then": "allow" }]))));
+        let stream = sessions.open(&target).await;
+        sessions.send(&frame(DATA, 0, stream, b"alive")).await;
+        assert_eq!(sessions.next().await.payload, b"alive", "{target}");
+        rules.replace(Some(compiled(&json!([]))));
+        let end = sessions.next().await;
+        assert_eq!(
+            (end.kind, &end.payload[..]),
+            (RST_STREAM, CONNECT_ERROR),
+            "{target}"
+        );
+        sessions.world.until_idle().await;
+    }
+    let records = sessions.world.log().records();
+    let reasons = records.iter().map(|record| record["reason"].clone());
+    assert_eq!(reasons.collect::<Vec<_>>(), ["forbidden", "forbidden"]);
+}
+
+#[tokio::test]
+async fn unread_sessions_over_http2_are_reset_when_memory_is_short() {
+    let app = App::tcp(Script::new().forever(vec![7; 64 << 10])).await;
+    let change = |build: Build| {
+        build.config(|config| {
+            config.tunnel.memory = 4 << 20;
+            config.limits.stalled = 8 << 20;
+        })
+    };
+    let mut sessions = Box::pin(Http2Sessions::start_with(&[app.address()], change)).await;
+    let head = fields(&[(":method", "CONNECT"), (":authority", "edge-1:1")]);
+    let opening = (0..100).map(|index| frame(HEADERS, END_HEADERS, 2 * index + 1, &head));
+    sessions.send(&opening.collect::<Vec<_>>().concat()).await;
+    // The client never enlarges the window of a stream.
+    let end = loop {
+        let frame = next(&mut *sessions.wire).await.unwrap();
+        if frame.kind == RST_STREAM {
+            break frame;
+        }
+    };
+    assert_eq!(end.payload, CONNECT_ERROR);
+    until("the lost streams are counted", async || {
+        let metrics = sessions.world.metrics().await;
+        metrics.sum("evicted_streams_total", &[("reason", "memory")]) > 0
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn hyper_takes_an_aborted_session_over_http2_for_an_error() {
+    let gate = PauseGate::new();
+    let script = Script::new().write("part").until(&gate);
+    let app = App::tcp(script.write("last").reset()).await;
+    let proxy = Listener {
+        direct_networks: vec!["127.0.0.1/32".parse().unwrap()],
+        ..listener("proxy", ListenerProtocol::Connect)
+    };
+    let world = World::build().listener(proxy).start().await;
+    let edge = world.edge("edge-1");
+    let _edge = edge.port_as(1, Protocol::Tcp, app.address()).join().await;
+    let client = world.client_at("proxy");
+    let io = client.tls_stream(GATEWAY_NAME, &["h2"]).await.unwrap();
+    let connecting = http2::handshake(TokioExecutor::new(), TokioIo::new(io));
+    let (mut sender, connection) = connecting.await.unwrap();
+    let mut driver = JoinSet::new();
+    driver.spawn(connection);
+    for target in targets(1, app.address()) {
+        let request = Request::builder().method(Method::CONNECT).uri(&target);
+        let request = request.version(Version::HTTP_2).body(whole(""));
+        let answer = sender.send_request(request.unwrap()).await.unwrap();
+        assert_eq!(answer.status(), 200, "{target}");
+        let mut session = TokioIo::new(hyper::upgrade::on(answer).await.unwrap());
+        assert_eq!(read(&mut session, 4).await, b"part", "{target}");
+        gate.open();
+        assert_eq!(read(&mut session, 4).await, b"last", "{target}");
+        let end = read_to_end(&mut session).await;
+        assert!(end.is_err(), "{target}: {end:?}");
+    }
 }
 
 #[tokio::test]

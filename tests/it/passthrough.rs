@@ -4,6 +4,7 @@ use crate::world::{
     World,
     app::{App, answer},
     authority::Authority,
+    client::read_to_end,
     edge::Edge,
     gateway::anonymous,
     tool::{Running, Tool, need},
@@ -15,8 +16,14 @@ use causeway_gateway::{
     config::{Listener, ListenerProtocol, policy},
     state::{Policy, PolicyWriter},
 };
+use rustls::{
+    ClientConfig, RootCertStore,
+    pki_types::{CertificateDer, ServerName, pem::PemObject},
+};
 use serde_json::{Value, json};
-use std::fs;
+use std::{fs, sync::Arc};
+use tokio::{io::AsyncWriteExt, net::TcpStream};
+use tokio_rustls::TlsConnector;
 
 const NODES: [&str; 3] = ["edge-1", "edge-2", "closed"];
 
@@ -142,6 +149,57 @@ async fn a_node_that_the_policy_excludes_and_clients_without_tls_are_refused() {
         "{}",
         plain.text()
     );
+}
+
+/// A proxy that gives the original destination stands for a redirection by the kernel.
+#[tokio::test]
+async fn a_client_without_a_server_name_reaches_the_node_that_it_dialled() {
+    let authority = Authority::new();
+    let through = Listener {
+        original_destination: true,
+        proxy_protocol: vec!["127.0.0.1/32".parse().unwrap()],
+        ..listener("through", Some("edge-1"))
+    };
+    let world = Box::pin(World::build().listener(through).start()).await;
+    let mut edges = Vec::new();
+    for (node, address) in [("edge-1", "10.0.0.11"), ("edge-2", "10.0.0.12")] {
+        let tls = authority.serve(&authority.app(&[node]), false);
+        let app = App::https(tls, move |_| answer::ok(node)).await;
+        // The port is that of the destination, and not that of the listener.
+        let edge = world.edge(node).address(address).port(9200, app.address());
+        edges.push((Box::pin(edge.join()).await, app));
+    }
+    let mut roots = RootCertStore::empty();
+    let root = CertificateDer::from_pem_slice(authority.pem().as_bytes());
+    roots.add(root.unwrap()).unwrap();
+    let config = ClientConfig::builder().with_root_certificates(roots);
+    let config = config.with_no_client_auth();
+    for (sends_name, host, node) in [
+        (false, 12, "edge-2"),
+        (false, 11, "edge-1"),
+        // No node has this address, so it is the default node.
+        (false, 99, "edge-1"),
+        // The server name precedes the destination.
+        (true, 12, "edge-1"),
+    ] {
+        let mut socket = TcpStream::connect(world.listener("through")).await.unwrap();
+        let header = b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c\xc0\0\x02\x07\x0a\0\0";
+        let (from, to) = (4711_u16.to_be_bytes(), 9200_u16.to_be_bytes());
+        let header = [&header[..], &[host], &from, &to].concat();
+        socket.write_all(&header).await.unwrap();
+        let mut config = config.clone();
+        config.enable_sni = sends_name;
+        let connector = TlsConnector::from(Arc::new(config));
+        // The certificate has only the name of the node.
+        let name = ServerName::try_from(node).unwrap();
+        let mut tls = connector.connect(name, socket).await.unwrap();
+        let request = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+        tls.write_all(request).await.unwrap();
+        let received = read_to_end(&mut tls).await.unwrap();
+        assert!(received.ends_with(node.as_bytes()), "{host} {node}");
+    }
+    let record = &world.log().records()[0];
+    assert_eq!(record["node"], "edge-2", "{record}");
 }
 
 /// Waits for the app's next event of this name.
