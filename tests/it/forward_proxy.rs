@@ -511,7 +511,8 @@ async fn a_session_over_http2_that_the_policy_ends_is_reset_and_recorded() {
     let echo = App::tcp(Script::new().echo()).await;
     let rules = PolicyWriter::new(None);
     let policy = rules.reader();
-    let start = Http2Sessions::start_with(&[echo.address()], |build| build.policy(policy));
+    let apps = [echo.address()];
+    let start = Http2Sessions::start_with(&apps, |build| build.policy(policy));
     let mut sessions = Box::pin(start).await;
     for target in targets(1, echo.address()) {
         rules.replace(Some(compiled(&json!([{ "then": "allow" }]))));

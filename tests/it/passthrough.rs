@@ -4,7 +4,7 @@ use crate::world::{
     World,
     app::{App, answer},
     authority::Authority,
-    client::read_to_end,
+    client::{exchange, read},
     edge::Edge,
     gateway::anonymous,
     tool::{Running, Tool, need},
@@ -193,11 +193,12 @@ async fn a_client_without_a_server_name_reaches_the_node_that_it_dialled() {
         // The certificate has only the name of the node.
         let name = ServerName::try_from(node).unwrap();
         let mut tls = connector.connect(name, socket).await.unwrap();
-        let request = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
-        tls.write_all(request).await.unwrap();
-        let received = read_to_end(&mut tls).await.unwrap();
-        assert!(received.ends_with(node.as_bytes()), "{host} {node}");
+        exchange(&mut tls, "GET / HTTP/1.1\r\nHost: x\r\n\r\n").await;
+        let body = read(&mut tls, node.len()).await;
+        assert_eq!(body, node.as_bytes(), "{host}");
+        tls.shutdown().await.unwrap();
     }
+    world.until_idle().await;
     let record = &world.log().records()[0];
     assert_eq!(record["node"], "edge-2", "{record}");
 }

@@ -505,9 +505,22 @@ fn builder(proxy: &Proxy, window: u32) -> auto::Builder<TaskExecutor> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::accept::AcceptedSocket, *};
+    use crate::{
+        config::ListenerProtocol,
+        proxy::tests::{proxy, proxy_state},
+        state::Registry,
+        worker::Workers,
+    };
+    use bytes::Bytes;
+    use causeway_rt::listener::RemoteAddr;
     use futures_util::FutureExt;
-    use tokio::time::Instant;
+    use std::io;
+    use tokio::{
+        io::AsyncReadExt,
+        net::{TcpListener, TcpStream},
+        time::Instant,
+    };
 
     #[tokio::test(start_paused = true)]
     async fn a_connection_of_http1_ends_after_time_for_one_more_request() {
@@ -527,6 +540,48 @@ mod tests {
         ends(LAST_REQUEST_WAIT).await;
         condition.note_http2_read();
         ends(Duration::ZERO).await;
+    }
+
+    /// hyper's own timeout for a PING would end the session in order.
+    #[tokio::test(start_paused = true)]
+    async fn a_session_of_a_silent_http2_client_ends_as_a_broken_one() {
+        const PREFACE_AND_SETTINGS: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
+        let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let target = app.local_addr().unwrap().to_string();
+        let shared = proxy_state(&Registry::new(&Workers::on_current_runtime()), &[]);
+        let mut proxy = proxy(&shared);
+        let listener = Arc::get_mut(&mut proxy.listener).unwrap();
+        listener.protocol = ListenerProtocol::Connect;
+        listener.direct_networks = vec!["127.0.0.1/32".parse().unwrap()];
+        let front = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut client = TcpStream::connect(front.local_addr().unwrap())
+            .await
+            .unwrap();
+        let (socket, peer) = front.accept().await.unwrap();
+        let peer = RemoteAddr::Tcp(peer);
+        let accepted = AcceptedSocket {
+            peer,
+            original: None,
+            member: None,
+            room: shared.limits.admit_connection(peer).unwrap(),
+        };
+        let connection = Arc::new(accepted.connection(&proxy, None, false, Ok(None)));
+        let socket = (socket.into(), Bytes::new());
+        let io = ClientIo::plain(socket, &connection.condition, proxy.error_format());
+        let serving = serve(&proxy, io, connection, CancellationToken::new());
+        let silent = async {
+            // Literals with indexed names: `:method` and `:authority` (RFC 7541, Appendix A).
+            let length = u8::try_from(target.len()).unwrap();
+            let head = [b"\x02\x07CONNECT\x01", &[length][..], target.as_bytes()].concat();
+            let length = u8::try_from(head.len()).unwrap();
+            let head = [&[0, 0, length, 1, 4, 0, 0, 0, 1], &head[..]].concat();
+            let sent = [PREFACE_AND_SETTINGS, &head].concat();
+            client.write_all(&sent).await.unwrap();
+            let (mut session, _) = app.accept().await.unwrap();
+            session.read(&mut [0]).await
+        };
+        let ((), end) = tokio::join!(serving, silent);
+        assert_eq!(end.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
     }
 
     #[tokio::test(start_paused = true)]
