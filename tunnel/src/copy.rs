@@ -17,12 +17,19 @@ use std::{
     pin::Pin,
     sync::atomic::{AtomicU64, Ordering::Relaxed},
     task::{Context, Poll, ready},
+    time::Duration,
 };
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    time::{Instant, Sleep, sleep_until},
+};
 use tokio_util::io::poll_read_buf;
 
 const MIN_BUFFER_BYTES: usize = 2 * 1024;
 const MAX_BUFFER_BYTES: usize = 64 * 1024;
+
+/// Time without progress after which a relay ends that has a broken side, although there are bytes of this side to deliver.
+const BROKEN_SIDE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Counters of the bytes that were copied. They can be read while the relay runs.
 #[derive(Debug, Default)]
@@ -96,11 +103,15 @@ where
     S: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
     F: FarEnd,
 {
-    let (mut up, mut down) = (Up::default(), Down::default());
+    let (mut up, mut down) = (ToFarEnd::default(), FromFarEnd::default());
+    let mut deadline = DeliveryDeadline::default();
     let outcome = poll_fn(|cx| {
         let ends = (&mut socket.socket, &mut far);
         let directions = (&mut up, &mut down);
-        poll_both(cx, ends, directions, (counters, wait_for_socket))
+        match poll_both(cx, ends, directions, (counters, wait_for_socket)) {
+            Poll::Pending => deadline.poll(cx, &mut up, &mut down, counters),
+            ready => ready,
+        }
     })
     .await;
     match &outcome {
@@ -124,7 +135,7 @@ async fn flush_before_reset<S: AsyncWrite + Unpin>(socket: &mut S) {
 fn poll_both<S, F>(
     cx: &mut Context<'_>,
     (socket, far): (&mut S, &mut F),
-    (up, down): (&mut Up<F::Error>, &mut Down),
+    (up, down): (&mut ToFarEnd<F::Error>, &mut FromFarEnd),
     (counters, wait_for_socket): (&ByteCounters, bool),
 ) -> Poll<CopyOutcome<F::Error>>
 where
@@ -357,7 +368,7 @@ impl ReadBuffer {
 }
 
 /// Direction from the socket to the far end.
-struct Up<E> {
+struct ToFarEnd<E> {
     buffer: ReadBuffer,
     chunk: Bytes,
     has_ended: bool,
@@ -367,7 +378,7 @@ struct Up<E> {
     send_error: Option<E>,
 }
 
-impl<E> Default for Up<E> {
+impl<E> Default for ToFarEnd<E> {
     fn default() -> Self {
         Self {
             buffer: ReadBuffer::default(),
@@ -379,7 +390,7 @@ impl<E> Default for Up<E> {
     }
 }
 
-impl<E> Up<E> {
+impl<E> ToFarEnd<E> {
     /// Copies until the direction is done. The end of a broken socket is no end in order: the system reports a reset only once, and a
     /// write may have received it.
     ///
@@ -421,13 +432,57 @@ impl<E> Up<E> {
 
 /// Direction from the far end to the socket.
 #[derive(Default)]
-struct Down {
+struct FromFarEnd {
     chunk: Bytes,
     unflushed: bool,
     ended: bool,
     is_done: bool,
     /// Error of a write: the socket accepts no more bytes.
     write_error: Option<io::Error>,
+}
+
+/// Deadline of a relay with a broken side. The bytes that this side sent before must still reach the other side, but a side that
+/// reads nothing does not hold the relay: no more event comes from the broken side, because the system reports a reset only once.
+#[derive(Default)]
+struct DeliveryDeadline {
+    timer: Option<Pin<Box<Sleep>>>,
+    /// Bytes read and not yet accepted in both directions, at the last progress.
+    progress: (u64, usize, u64, usize),
+}
+
+impl DeliveryDeadline {
+    /// Ready once a side is broken and [`BROKEN_SIDE_TIMEOUT`] has passed without progress.
+    fn poll<E>(
+        &mut self,
+        cx: &mut Context<'_>,
+        up: &mut ToFarEnd<E>,
+        down: &mut FromFarEnd,
+        counters: &ByteCounters,
+    ) -> Poll<CopyOutcome<E>> {
+        if down.write_error.is_none() && up.send_error.is_none() {
+            return Poll::Pending;
+        }
+        let progress = (
+            counters.up.load(Relaxed),
+            up.chunk.len(),
+            counters.down.load(Relaxed),
+            down.chunk.len(),
+        );
+        let deadline = || Instant::now() + BROKEN_SIDE_TIMEOUT;
+        let timer = self
+            .timer
+            .get_or_insert_with(|| Box::pin(sleep_until(deadline())));
+        if progress != self.progress {
+            self.progress = progress;
+            timer.as_mut().reset(deadline());
+        }
+        ready!(timer.as_mut().poll(cx));
+        let of_far_end = up.send_error.take().map(CopyOutcome::Stream);
+        let of_socket = || down.write_error.take().map(CopyOutcome::Socket);
+        of_far_end
+            .or_else(of_socket)
+            .map_or(Poll::Pending, Poll::Ready)
+    }
 }
 
 /// Whether a write failed because the peer has reset the connection.
@@ -438,8 +493,8 @@ fn is_peer_reset(error: &io::Error) -> bool {
     )
 }
 
-impl Down {
-    /// Copies until the direction is done, or until the end of a broken far end, see [`Up::poll`].
+impl FromFarEnd {
+    /// Copies until the direction is done, or until the end of a broken far end, see [`ToFarEnd::poll`].
     fn poll<S, F>(
         &mut self,
         cx: &mut Context<'_>,
@@ -506,8 +561,9 @@ impl Down {
 mod tests {
     use super::*;
     use tokio::{
-        io::{AsyncReadExt, AsyncWriteExt},
+        io::{AsyncReadExt, AsyncWriteExt, ReadBuf},
         net::{TcpListener, TcpStream},
+        time::timeout,
     };
 
     const LAST: &[u8] = &[7; 30_000];
@@ -516,7 +572,10 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let near = TcpStream::connect(listener.local_addr().unwrap());
         let (near, accepted) = tokio::join!(near, listener.accept());
-        (near.unwrap(), accepted.unwrap().0)
+        let (near, accepted) = (near.unwrap(), accepted.unwrap().0);
+        near.set_nodelay(true).unwrap();
+        accepted.set_nodelay(true).unwrap();
+        (near, accepted)
     }
 
     /// Reads all bytes, which a reset must follow.
@@ -643,6 +702,116 @@ mod tests {
             let expected = if sent.is_empty() { "ending" } else { "sending" };
             assert!(matches!(outcome, CopyOutcome::Stream(error) if error == expected));
             assert_eq!(read_to_reset(client).await, b"the last");
+        }
+    }
+
+    /// Socket that has bytes to read and accepts none: each write fails, or none ends.
+    struct DeadSocket {
+        write_error: Option<io::ErrorKind>,
+    }
+
+    impl AsyncRead for DeadSocket {
+        fn poll_read(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            buf: &mut ReadBuf<'_>,
+        ) -> Poll<io::Result<()>> {
+            buf.put_slice(b"up");
+            Poll::Ready(Ok(()))
+        }
+    }
+
+    impl AsyncWrite for DeadSocket {
+        fn poll_write(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            _: &[u8],
+        ) -> Poll<io::Result<usize>> {
+            let error = self.write_error.map(|kind| Err(kind.into()));
+            error.map_or(Poll::Pending, Poll::Ready)
+        }
+
+        fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+
+        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+    }
+
+    impl ResetOnClose for DeadSocket {
+        fn abort(&self) {}
+    }
+
+    /// Far end that sends without end. It accepts a chunk at each of these instants, and then none, or is broken.
+    struct SlowFar {
+        accepts: Vec<Pin<Box<Sleep>>>,
+        send_error: Option<&'static str>,
+    }
+
+    impl FarEnd for SlowFar {
+        type Error = &'static str;
+
+        fn poll_send(
+            &mut self,
+            cx: &mut Context<'_>,
+            chunk: &mut Bytes,
+        ) -> Poll<Result<(), &'static str>> {
+            if chunk.is_empty() {
+                return Poll::Ready(Ok(()));
+            }
+            if let Some(error) = self.send_error {
+                return Poll::Ready(Err(error));
+            }
+            let Some(next) = self.accepts.first_mut() else {
+                return Poll::Pending;
+            };
+            ready!(next.as_mut().poll(cx));
+            drop(self.accepts.remove(0));
+            chunk.clear();
+            Poll::Ready(Ok(()))
+        }
+
+        fn poll_end(&mut self, _: &mut Context<'_>) -> Poll<Result<(), &'static str>> {
+            panic!("no end in order");
+        }
+
+        fn poll_receive(
+            &mut self,
+            _: &mut Context<'_>,
+        ) -> Poll<Option<Result<Bytes, &'static str>>> {
+            Poll::Ready(Some(Ok(Bytes::from_static(b"down"))))
+        }
+
+        async fn flush_and_abort(&mut self) {}
+    }
+
+    /// The other side of a broken one accepts nothing any more: nothing but the timeout ends the relay.
+    #[tokio::test(start_paused = true)]
+    async fn a_broken_side_is_not_kept_by_a_side_that_reads_nothing() {
+        let reset = io::ErrorKind::ConnectionReset;
+        for (write_error, send_error, accepts, ends_after) in [
+            (Some(reset), None, &[][..], 10),
+            // As long as there is progress, the bytes are delivered.
+            (Some(reset), None, &[6, 14], 24),
+            (None, Some("sending"), &[], 10),
+        ] {
+            let begin = Instant::now();
+            let at = |seconds: &u64| Box::pin(sleep_until(begin + Duration::from_secs(*seconds)));
+            let far = SlowFar {
+                accepts: accepts.iter().map(at).collect(),
+                send_error,
+            };
+            let socket = guarded(DeadSocket { write_error });
+            let relaying = relay_guarded(socket, far, Arc::default(), false);
+            let outcome = timeout(Duration::from_secs(60), relaying).await.unwrap();
+            match (send_error, &outcome) {
+                (None, CopyOutcome::Socket(error)) => assert_eq!(error.kind(), reset),
+                (Some(expected), CopyOutcome::Stream(error)) => assert_eq!(*error, expected),
+                _ => panic!("{outcome:?}"),
+            }
+            assert_eq!(begin.elapsed().as_secs(), ends_after);
         }
     }
 }
