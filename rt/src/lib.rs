@@ -4,7 +4,7 @@
 //! host names into addresses. `exposition` writes metrics as text, with those of the process. The other modules are needed
 //! by connections: tasks with an owner, sockets, listeners, limits, turns, a client for one HTTP request, throttles of log lines.
 //! `local_proxy` reads the requests of local programs that use SOCKS5 or HTTP CONNECT.
-//! `descriptor_passing` passes open sockets to another process.
+//! `host_addresses` knows the addresses of this host's interfaces. `descriptor_passing` passes open sockets to another process.
 
 pub mod backoff;
 mod cache;
@@ -12,6 +12,7 @@ pub mod connection_limit;
 pub mod descriptor_passing;
 mod exposition;
 mod forward;
+pub mod host_addresses;
 pub mod http_client;
 pub mod lingering_close;
 pub mod listener;

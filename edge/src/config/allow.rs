@@ -55,6 +55,16 @@ impl Allow {
         })
     }
 
+    /// Whether the list contains this very address, and not only a network that includes it.
+    pub fn lists_address(&self, address: IpAddr) -> bool {
+        let address = address.to_canonical();
+        let is_address =
+            |net: &IpNet| net.prefix_len() == net.max_prefix_len() && net.addr() == address;
+        self.hosts
+            .iter()
+            .any(|host| matches!(host, AllowedHost::Net(net) if is_address(net)))
+    }
+
     /// Whether the edge may connect to this name, whatever address it resolves to.
     pub fn permits_name(&self, name: &str) -> bool {
         self.hosts.iter().any(|host| match host {

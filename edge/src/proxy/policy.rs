@@ -3,7 +3,7 @@
 //! Two lists must both permit a target: the served ports of the node, each with its upstream, and the addresses to which the
 //! edge may connect. The second list is checked again after name resolution, with the address that the edge is about to
 //! connect to. So no name leads to an address that is not allowed. A target that is not this node requires its host in
-//! `allow.hosts`. If that host turns out to be this machine (loopback or a known address of the node), only the node's ports are
+//! `allow.hosts`. If that host turns out to be this machine (loopback or an address of the node), only the node's ports are
 //! served, because otherwise every local port would be open. A service behind the node is permitted like a port, by its name and
 //! by the address.
 
@@ -12,6 +12,7 @@ use super::{
     upstream_tls::{self, TlsError},
 };
 use crate::config::{Allow, AnnouncedPortPolicy, Config, Port, Protocol, Service};
+use causeway_rt::host_addresses;
 use causeway_tunnel::{
     RejectCode, StreamKind, Target, control_stream::AnnouncedPorts, error::Rejected,
 };
@@ -35,8 +36,8 @@ pub(crate) struct LocalNode {
 pub(crate) struct Policy {
     node: Arc<str>,
     addresses: Vec<IpAddr>,
-    /// All known addresses of this node, without loopback.
-    own_addresses: Vec<IpAddr>,
+    /// Whether an address belongs to an interface of this host.
+    is_host_address: fn(IpAddr) -> bool,
     allow: Allow,
     ports: BTreeMap<u16, Arc<Upstream>>,
     services: BTreeMap<String, Arc<Upstream>>,
@@ -65,11 +66,10 @@ impl Policy {
             Ok((name.clone(), Arc::new(upstream)))
         });
         let services = services.collect::<Result<_, _>>()?;
-        let addresses: Vec<_> = config.addresses.iter().map(IpAddr::to_canonical).collect();
         Ok(Self {
             node,
-            own_addresses: addresses.clone(),
-            addresses,
+            addresses: config.addresses.iter().map(IpAddr::to_canonical).collect(),
+            is_host_address: host_addresses::is_own,
             allow: config.allow.clone(),
             ports,
             services,
@@ -86,10 +86,10 @@ impl Policy {
         let ports = ports.chain(announced.tcp.iter().map(with_scheme(Protocol::Tcp)));
         let is_permitted = |port: u16| self.announced_rules.permits(port, &local_node.ports);
         let ports = ports.filter(|(port, _)| is_permitted(*port) && !self.ports.contains_key(port));
-        let mut own_addresses = self.addresses.clone();
+        let mut fallback_addresses = self.addresses.clone();
         for ip in local_node.addresses.iter().map(IpAddr::to_canonical) {
-            if !ip.is_loopback() && !own_addresses.contains(&ip) {
-                own_addresses.push(ip);
+            if !ip.is_loopback() && !fallback_addresses.contains(&ip) {
+                fallback_addresses.push(ip);
             }
         }
         let to_upstream = |port: u16, scheme| Upstream {
@@ -97,7 +97,7 @@ impl Policy {
             node: self.node.clone(),
             target: Target::new("127.0.0.1", port),
             // The gateway that lists the port does not know where the node's apps listen.
-            fallback_addresses: own_addresses.clone(),
+            fallback_addresses: fallback_addresses.clone(),
             scheme,
             tls: None,
             proxy_protocol: false,
@@ -106,11 +106,7 @@ impl Policy {
         let announced = ports
             .map(|(port, scheme)| (port, Arc::new(to_upstream(port, scheme))))
             .collect();
-        Self {
-            announced,
-            own_addresses,
-            ..self
-        }
+        Self { announced, ..self }
     }
 
     /// Returns the upstream of a node port.
@@ -169,12 +165,16 @@ impl Policy {
     ) -> Option<SocketAddr> {
         let ip = address.ip().to_canonical();
         let is_named = self.allow.permits_name(&upstream.target.host);
-        let is_local = ip.is_loopback() || ip.is_unspecified() || self.own_addresses.contains(&ip);
+        let is_loopback = ip.is_loopback() || ip.is_unspecified();
+        let is_local = is_loopback || self.is_of_this_host(ip);
         let is_permitted = match upstream.id {
             // A name that resolves to this machine must not bypass the list of ports: a hostile DNS server
-            // could open all of them. `localhost` is allowed if configured explicitly.
+            // could open all of them. `localhost` and an address are allowed if configured explicitly, loopback by `ports` only.
             UpstreamKey::Other(_) if is_local => {
+                let is_written =
+                    !is_loopback && upstream.target.ip().map(|own| own.to_canonical()) == Some(ip);
                 is_named && upstream.target.host.eq_ignore_ascii_case("localhost")
+                    || is_written && self.allow.lists_address(ip)
             }
             // The same is true for a machine of the site that claims the name of a service.
             UpstreamKey::Service(_) if is_local => {
@@ -185,6 +185,13 @@ impl Policy {
             _ => is_named || self.allow.permits(ip) || self.is_own_address(upstream, ip),
         };
         is_permitted.then(|| SocketAddr::new(ip, address.port()))
+    }
+
+    /// Whether an address is one of this machine, also behind NAT64. The interfaces are read, because `addresses` does not list
+    /// all: a machine has addresses of other networks, of containers and of VPNs, and they change.
+    fn is_of_this_host(&self, ip: IpAddr) -> bool {
+        let host = host_addresses::strip_nat64(ip);
+        host.is_loopback() || self.addresses.contains(&host) || (self.is_host_address)(ip)
     }
 
     /// Whether this is an address of the node itself, for a port that its cluster lists. Such an address is permitted if
@@ -529,17 +536,25 @@ mod tests {
     }
 
     #[test]
-    fn own_addresses_in_an_allowed_network_are_no_way_around_the_list_of_ports() {
+    fn own_addresses_in_an_allowed_network_open_only_the_list_of_ports() {
         let policy = policy(json!({
             "addresses": ["10.0.0.5"],
-            "allow": { "hosts": ["10.0.0.0/24"] },
+            "allow": { "hosts": ["10.0.0.0/24", "10.0.0.8", "::/0", "::1"] },
             "ports": { "9100": { "target": "10.0.0.6:9100" } },
             "services": {
                 "plc": { "target": "plc.local:22", "scheme": "tcp" },
                 "own": { "target": "10.0.0.6:22", "scheme": "tcp" },
             },
         }));
-        let policy = policy.with_announced(&AnnouncedPorts::default(), &at("::ffff:10.0.0.6"));
+        let own = |ip| {
+            ["10.0.0.6", "10.0.0.8"]
+                .map(|own| own.parse())
+                .contains(&Ok(host_addresses::strip_nat64(ip)))
+        };
+        let policy = Policy {
+            is_host_address: own,
+            ..policy
+        };
         let permits = |target: &str, address: &str| {
             let target: Target = target.parse().unwrap();
             let upstream = policy.select_upstream(&target, &StreamKind::Tcp);
@@ -553,9 +568,16 @@ mod tests {
             ("any.local:22", "10.0.0.7:22", true),
             ("any.local:22", "10.0.0.5:22", false),
             ("any.local:22", "[::ffff:10.0.0.6]:22", false),
+            ("any.local:22", "[64:ff9b::a00:6]:22", false),
+            ("any.local:22", "[64:ff9b::a00:5]:22", false),
+            ("any.local:22", "[64:ff9b::a00:7]:22", true),
             ("10.0.0.7:22", "10.0.0.7:22", true),
             ("10.0.0.6:22", "10.0.0.6:22", false),
             // The owner has written the address.
+            ("10.0.0.8:22", "10.0.0.8:22", true),
+            ("[::ffff:10.0.0.8]:22", "10.0.0.8:22", true),
+            ("any.local:22", "10.0.0.8:22", false),
+            ("[::1]:22", "[::1]:22", false),
             ("own.edge-1:22", "10.0.0.6:22", true),
             ("edge-1:9100", "10.0.0.6:9100", true),
         ] {

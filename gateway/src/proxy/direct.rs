@@ -25,7 +25,7 @@ use crate::{
     error::{Error, Reason},
     state::{NodeLocation, Nodes, pods::PodMatch},
 };
-use causeway_rt::{log_throttle::LogThrottle, resolve, socket};
+use causeway_rt::{host_addresses, log_throttle::LogThrottle, resolve, socket};
 use causeway_tunnel::{
     RejectCode, Target,
     copy::{self, CopyOutcome},
@@ -224,7 +224,7 @@ fn is_dialled_here(listener: &Listener, nodes: &Nodes, address: IpAddr) -> bool 
 /// Whether the address belongs to this host, and to no node of the cluster: a kubelet on this host is dialled like any other
 /// kubelet.
 pub(super) fn is_host_address(nodes: &Nodes, address: IpAddr) -> bool {
-    special_addresses::is_own(address) && !nodes.is_elsewhere(address)
+    host_addresses::is_own(address) && !nodes.is_elsewhere(address)
 }
 
 /// Checks whether the client may connect to this address.

@@ -33,8 +33,8 @@ use crate::{
 };
 use causeway_certs::{NodeName, TrustDomain, edge_uri};
 use causeway_rt::{
-    connection_limit::ConnectionLimit, listener::RemoteAddr, log_throttle::LogThrottle,
-    socket::ResetOnClose, task::TaskGroup,
+    connection_limit::ConnectionLimit, host_addresses, listener::RemoteAddr,
+    log_throttle::LogThrottle, socket::ResetOnClose, task::TaskGroup,
 };
 use causeway_tunnel::{
     StreamKind, StreamReceiver, StreamSender, Target,
@@ -475,7 +475,7 @@ impl EgressConnection {
     ) -> Result<(), Error> {
         let shared = &self.proxy.shared;
         // Also if this host is a node of the cluster: an edge must not reach its services by a wide rule.
-        let is_own = direct::special_addresses::is_own(address.ip());
+        let is_own = host_addresses::is_own(address.ip());
         let egress = shared.egress.load();
         let rule =
             self.with_subject(|subject| subject.address_rule((target, address, is_own), &egress));
