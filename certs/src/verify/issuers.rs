@@ -164,7 +164,7 @@ pub(super) fn is_other_issuer(error: &Error) -> bool {
     )
 }
 
-/// Whether a certificate that fails so proves nothing, see [`PeerRejected::is_unverified`](super::PeerRejected::is_unverified).
+/// Whether this error means that a certificate proves nothing, see [`PeerRejected::is_unverified`](super::PeerRejected::is_unverified).
 fn is_unverified(error: &Error) -> bool {
     is_other_issuer(error)
         || matches!(

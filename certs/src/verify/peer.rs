@@ -76,6 +76,9 @@ pub enum PeerRejected {
         /// First second of the certificate.
         not_before: u64,
     },
+    /// A CA certificate above the certificate has expired or is not valid yet.
+    #[error("an issuer of the certificate is not valid now: {0}")]
+    IssuerPeriod(String),
     /// The extended key usage does not permit this role.
     #[error("the certificate's purpose does not permit use as {wanted}")]
     WrongPurpose {
@@ -122,7 +125,7 @@ pub enum PeerRejected {
 }
 
 impl PeerRejected {
-    /// Whether the certificate proves nothing: its issuer is not trusted, it is not valid now, or it is not for this use. A client may
+    /// Whether the certificate proves nothing: its issuer is not trusted, it or an issuer is not valid now, or it is not for this use. A client may
     /// authenticate by other means then. A certificate that is genuine and refused, such as a revoked one, is different.
     pub fn is_unverified(&self) -> bool {
         matches!(
@@ -130,6 +133,7 @@ impl PeerRejected {
             Self::UnknownIssuer
                 | Self::Expired { .. }
                 | Self::NotYetValid { .. }
+                | Self::IssuerPeriod(_)
                 | Self::WrongPurpose { .. }
         )
     }
@@ -321,6 +325,10 @@ impl ChainInProgress<'_> {
             Err(Error::RequiredEkuNotFoundContext(_)) => Err(PeerRejected::WrongPurpose {
                 wanted: self.purpose,
             }),
+            // The leaf's own period is checked before.
+            Err(error @ (Error::CertExpired { .. } | Error::CertNotValidYet { .. })) => {
+                Err(PeerRejected::IssuerPeriod(error.to_string()))
+            }
             Err(error) => Err(invalid(error)),
         }
     }
@@ -330,6 +338,15 @@ impl ChainInProgress<'_> {
         match outcome {
             Ok(found) => Ok(Some(found)),
             Err(error) if is_other_issuer(&error) => Ok(None),
+            // The leaf's own period is checked before.
+            Err(
+                error @ TlsError::InvalidCertificate(
+                    TlsCertificateError::Expired
+                    | TlsCertificateError::ExpiredContext { .. }
+                    | TlsCertificateError::NotValidYet
+                    | TlsCertificateError::NotValidYetContext { .. },
+                ),
+            ) => Err(PeerRejected::IssuerPeriod(error.to_string())),
             Err(TlsError::InvalidCertificate(
                 TlsCertificateError::InvalidPurpose
                 | TlsCertificateError::InvalidPurposeContext { .. },

@@ -731,6 +731,85 @@ fn a_deferred_certificate_of_an_unknown_ca_passes_the_handshake_only() {
     assert_eq!(found, Err(PeerRejected::UnknownIssuer));
 }
 
+/// Returns a CA certificate with this subject and its key, valid until this year.
+fn foreign_ca(
+    name: &str,
+    last_year: i32,
+    above: Option<&Issuer<'_, KeyPair>>,
+) -> (CertificateDer<'static>, KeyPair) {
+    let (key, mut ca) = (KeyPair::generate().unwrap(), params(&[], &[]));
+    ca.distinguished_name.push(rcgen::DnType::CommonName, name);
+    ca.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    ca.not_after = rcgen::date_time_ymd(last_year, 1, 1);
+    let made = match above {
+        Some(above) => ca.signed_by(&key, above),
+        None => ca.self_signed(&key),
+    };
+    (made.unwrap().der().clone(), key)
+}
+
+#[test]
+fn an_expired_certificate_or_issuer_proves_nothing_and_a_revoked_certificate_does() {
+    let world = World::new();
+    let (root, root_key) = foreign_ca("root", 2100, None);
+    let listener = ListenerClientTrust {
+        accepts_own: true,
+        client_roots: vec![root.clone()],
+    };
+    let trust = TrustStore::listener(&world.ca, &listener).unwrap();
+    let root = Issuer::from_ca_cert_der(&root, root_key).unwrap();
+    let server_leaf = world
+        .ca
+        .issue_listener(&[ListenerName::parse("edge-1").unwrap()], HOUR)
+        .unwrap();
+    let server = listener_server(
+        server_leaf.resolver(),
+        &trust,
+        CertificateRequirement::Deferred,
+        &[],
+    );
+    let server = server.unwrap();
+    for (issuer_ends, leaf_ends, is_revoked) in
+        [(2100, 2020, false), (2020, 2100, false), (2100, 2100, true)]
+    {
+        let (above, key) = foreign_ca("intermediate", issuer_ends, Some(&root));
+        let issuer = Issuer::from_ca_cert_der(&above, key).unwrap();
+        let own = KeyPair::generate().unwrap();
+        let mut leaf = params(&[], &[ExtendedKeyUsagePurpose::ClientAuth]);
+        leaf.distinguished_name
+            .push(rcgen::DnType::CommonName, "ann");
+        leaf.not_after = rcgen::date_time_ymd(leaf_ends, 1, 1);
+        let leaf = leaf.signed_by(&own, &issuer).unwrap().der().clone();
+        let chain = vec![leaf, above];
+        let client = ClientConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_root_certificates(root_store([world.ca.root()]).unwrap())
+            .with_client_auth_cert(chain, own.into())
+            .unwrap();
+        let (_client, accepted) = dial(&Arc::new(client), &server, "edge-1").unwrap();
+        let refused = check_peer(
+            accepted.peer_certificates(),
+            Purpose::Client,
+            UnixTime::now(),
+            &trust,
+            &|_, _| is_revoked,
+        );
+        let refused = refused.unwrap_err();
+        assert_eq!(refused.is_unverified(), !is_revoked, "{refused}");
+        assert_eq!(
+            matches!(refused, PeerRejected::Revoked(_)),
+            is_revoked,
+            "{refused}"
+        );
+        assert_eq!(
+            matches!(refused, PeerRejected::IssuerPeriod(_)),
+            issuer_ends == 2020,
+            "{refused}"
+        );
+    }
+}
+
 /// Returns a root with the subject of our root, but its own key.
 fn namesake(world: &World) -> (Ca, CertificateDer<'static>) {
     let ca = Ca::create(world.ca.trust_domain()).unwrap();

@@ -281,6 +281,7 @@ fn certificate_error(rejection: &PeerRejected) -> Error {
     let detail = match rejection {
         PeerRejected::Identity(_) | PeerRejected::Invalid(_) => "not readable".to_owned(),
         PeerRejected::Revoked(_) => "revoked".to_owned(),
+        PeerRejected::IssuerPeriod(_) => "an issuer is not valid now".to_owned(),
         other => {
             let said = other.to_string().replacen("the certificate's", "its", 1);
             said.strip_prefix("the certificate ")
