@@ -134,11 +134,18 @@ impl<S, F: Fn()> ControlFrameLimiter<S, F> {
         }
     }
 
+    /// Whether resets in the next bytes may have codes that have to be replaced. Else the bytes are only recorded once they are written.
+    fn may_replace_codes(&self) -> bool {
+        self.read_frames.is_http2() && self.aborted.is_used()
+    }
+
     /// Whether the code of a reset in these bytes has to be replaced.
     fn has_replaced_code(&self, bufs: &[io::IoSlice<'_>]) -> bool {
+        if !self.may_replace_codes() {
+            return false;
+        }
         let mut frames = self.written_frames.clone();
-        self.read_frames.is_http2()
-            && (bufs.iter()).any(|buf| frames.parse(buf, &self.aborted).is_some())
+        (bufs.iter()).any(|buf| frames.parse(buf, &self.aborted).is_some())
     }
 }
 
@@ -246,8 +253,10 @@ where
             // The read side closes the connection and wakes its task.
             return Poll::Pending;
         }
-        if !this.read_frames.is_http2() {
-            return Pin::new(&mut this.io).poll_write(cx, buf);
+        if !this.may_replace_codes() {
+            let written = ready!(Pin::new(&mut this.io).poll_write(cx, buf))?;
+            this.record_written(buf.get(..written).unwrap_or_default());
+            return Poll::Ready(Ok(written));
         }
         let (bytes, frames) = this.written_frames.replace(buf, &this.aborted);
         let written = ready!(Pin::new(&mut this.io).poll_write(cx, bytes))?;

@@ -39,7 +39,7 @@ struct Shared {
 
 impl AbortedStreams {
     /// Adds the stream of a session, before the session is dropped. If the stream is not known (`None`), the code of each stream that
-    /// is reset with CANCEL from now on is replaced. To a stream without a session this is merely another error.
+    /// is reset with CANCEL from now on is replaced. A stream without a session then ends with another error code, which changes nothing for its client.
     pub fn insert(&self, stream: Option<u32>) {
         match stream {
             Some(stream) => {
@@ -54,9 +54,14 @@ impl AbortedStreams {
         self.0.is_used.store(true, Relaxed);
     }
 
+    /// Whether any session was aborted. Until then no code has to be replaced.
+    pub(crate) fn is_used(&self) -> bool {
+        self.0.is_used.load(Relaxed)
+    }
+
     /// Returns the codes that are replaced in a reset of this stream.
     fn replaced_codes(&self, stream: u32) -> &'static [u8] {
-        if !self.0.is_used.load(Relaxed) {
+        if !self.is_used() {
             &[]
         } else if self.streams().contains(&stream) {
             ORDINARY_END_CODES
