@@ -92,7 +92,7 @@ pub struct EgressConnection {
 }
 
 /// Stream that was opened to the destination.
-enum FarEnd {
+enum DestinationIo {
     /// Connection that the gateway has dialled.
     Tcp(TcpStream),
     /// Stream to another edge.
@@ -235,14 +235,14 @@ impl EgressConnection {
         };
         record.session_started(StatusCode::OK);
         let Ok(send) = responder.send(Response::new(()), false) else {
-            if let FarEnd::Tcp(tcp) = far_end {
+            if let DestinationIo::Tcp(tcp) = far_end {
                 tcp.abort();
             }
             return;
         };
         match far_end {
-            FarEnd::Tcp(tcp) => self.relay(tcp, (send, body), (&destination, &record)).await,
-            FarEnd::Stream(stream) => {
+            DestinationIo::Tcp(tcp) => self.relay(tcp, (send, body), (&destination, &record)).await,
+            DestinationIo::Stream(stream) => {
                 self.relay(*stream, (send, body), (&destination, &record))
                     .await;
             }
@@ -255,7 +255,7 @@ impl EgressConnection {
         kind: &StreamKind,
         target: &Target,
         record: &Arc<AccessRecord>,
-    ) -> Result<(FarEnd, OpenDestination, CounterGuard), Error> {
+    ) -> Result<(DestinationIo, OpenDestination, CounterGuard), Error> {
         let shared = &self.proxy.shared;
         if *kind != StreamKind::Tcp {
             return Err(
@@ -283,7 +283,7 @@ impl EgressConnection {
                 Ok(route) => {
                     let stream = self.open_to_node((&route, &target), record).await?;
                     return Ok((
-                        FarEnd::Stream(Box::new(stream)),
+                        DestinationIo::Stream(Box::new(stream)),
                         OpenDestination::Node(route),
                         guard,
                     ));
@@ -295,7 +295,7 @@ impl EgressConnection {
         self.proxy.admit_client(&self.client, record)?;
         let (tcp, address) = self.dial(&target, record).await?;
         Ok((
-            FarEnd::Tcp(tcp),
+            DestinationIo::Tcp(tcp),
             OpenDestination::Address(target, address),
             guard,
         ))

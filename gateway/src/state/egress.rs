@@ -78,6 +78,8 @@ pub struct NodeEgress {
     streams_full_at: Mutex<Option<Instant>>,
     /// Throttle of the log lines about failed connections, because the edge dials again.
     pub(crate) failure_throttle: LogThrottle,
+    /// Throttle of the log lines about connections that this gateway ends for newer ones.
+    pub(crate) replacement_throttle: LogThrottle,
 }
 
 impl EgressUsage {

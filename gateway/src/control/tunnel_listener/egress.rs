@@ -155,8 +155,7 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
                 Err(end) => return debug!(%node, %end, "the egress connection of {node} ended"),
             },
             () = link.replaced.cancelled() => {
-                let why = format!("the edge has {MAX_LINKS} newer connections, or this gateway stops");
-                log_failure(&link.usage, node, &why);
+                log_replacement(&link.usage, node);
                 break;
             }
             _ = check.tick() => {
@@ -181,6 +180,16 @@ fn log_failure(usage: &NodeEgress, node: &NodeName, why: &dyn fmt::Display) {
         warn!(%node, times, %why, "egress connections of {node} failed");
     } else {
         debug!(%node, %why, "an egress connection of {node} failed");
+    }
+}
+
+/// Logs the end of a connection that has not failed. These lines have their own throttle, so they do not hide a failure.
+fn log_replacement(usage: &NodeEgress, node: &NodeName) {
+    const WHY: &str = "the edge has that many newer ones, or this gateway stops";
+    if let Some(times) = usage.replacement_throttle.record() {
+        warn!(%node, times, most = MAX_LINKS, "closing egress connections of {node}: {WHY}");
+    } else {
+        debug!(%node, most = MAX_LINKS, "closing an egress connection of {node}: {WHY}");
     }
 }
 
@@ -278,6 +287,9 @@ mod tests {
             assert!(stream.response.await.is_err());
         };
         serve(&link, edge).await;
+        // This hides no failure that follows.
+        assert_eq!(link.usage.failure_throttle.record(), Some(1));
+        assert_eq!(link.usage.replacement_throttle.record(), None);
     }
 
     #[tokio::test(start_paused = true)]
