@@ -14,10 +14,10 @@ use crate::world::{
     tool::{Tool, need},
     until,
 };
-use causeway_certs::{Ca, TrustDomain};
+use causeway_certs::{Ca, Certificate, TrustDomain};
 use causeway_edge::config::Protocol;
 use causeway_gateway::{
-    config::{ClientAuth, Listener, ListenerProtocol, policy},
+    config::{ClientAuth, Listener, ListenerProtocol, Serial, policy},
     state::{Policy, PolicyWriter},
 };
 use data_encoding::BASE64;
@@ -270,6 +270,44 @@ async fn a_certificate_that_proves_nothing_does_not_stand_in_the_way_of_a_token(
     }
 }
 
+/// A certificate that is genuine and refused is no missing one.
+#[tokio::test]
+async fn a_token_does_not_hide_that_a_certificate_is_revoked() {
+    let app = App::saying("hello").await;
+    let mut build = World::build();
+    let token = build.token("ann");
+    let ca = Ca::create(&TrustDomain::parse("other").unwrap()).unwrap();
+    let trusted = build.folder().join("trusted.pem");
+    fs::write(&trusted, ca.root_pem()).unwrap();
+    let hour = Duration::from_hours(1);
+    let [stays, revoked] = [(); 2].map(|()| ca.issue_client("ann", &[], hour).unwrap());
+    let serial = Certificate::parse(&revoked.chain()[0])
+        .unwrap()
+        .serial_hex();
+    let tokens = Listener {
+        client_auth: ClientAuth {
+            tokens: Some(build.tokens()),
+            client_ca: vec![trusted],
+            revoked: vec![Serial::try_from(serial.to_uppercase()).unwrap()],
+            ..ClientAuth::default()
+        },
+        ..listener("tokens", ListenerProtocol::Https)
+    };
+    build = build.listener(tokens);
+    let world = build.start().await;
+    let _edge = edge(&world, &app).await;
+    let client = world.client_at("tokens").bearer(&token);
+    for (leaf, status) in [(stays, 200), (revoked, 401)] {
+        let client = client.clone().certificate(&leaf);
+        let answer = client.get("https://edge-1:9100/").await;
+        assert_eq!(answer.status, status, "{answer}");
+        assert!(
+            status == 200 || answer.text().contains("certificate: revoked"),
+            "{answer}"
+        );
+    }
+}
+
 #[tokio::test]
 async fn only_the_named_networks_are_served_without_tls() {
     let app = App::saying("hello").await;
@@ -411,9 +449,14 @@ fn targets(port: u16, app: SocketAddr) -> [String; 2] {
     ]
 }
 
+/// Returns the next frame of the connection.
+async fn next_frame(wire: &mut dyn Wire) -> Frame {
+    timeout(PATIENCE, next(wire)).await.unwrap().unwrap()
+}
+
 async fn next_of(wire: &mut dyn Wire, stream: u32) -> Frame {
     loop {
-        let frame = next(wire).await.unwrap();
+        let frame = next_frame(wire).await;
         if frame.stream == stream && frame.kind != WINDOW_UPDATE {
             return frame;
         }
@@ -468,7 +511,7 @@ async fn an_aborted_session_over_http2_is_a_reset_and_spares_the_other_sessions(
     // A complete session has no reset behind its end.
     sessions.send(&frame(PING, 0, 0, &[2; 8])).await;
     loop {
-        let frame = next(&mut *sessions.wire).await.unwrap();
+        let frame = next_frame(&mut *sessions.wire).await;
         assert_ne!(frame.stream, spared, "{frame:?}");
         if frame.payload == [2; 8] {
             break;
@@ -548,7 +591,7 @@ async fn unread_sessions_over_http2_are_reset_when_memory_is_short() {
     sessions.send(&opening.collect::<Vec<_>>().concat()).await;
     // The client never enlarges the window of a stream.
     let end = loop {
-        let frame = next(&mut *sessions.wire).await.unwrap();
+        let frame = next_frame(&mut *sessions.wire).await;
         if frame.kind == RST_STREAM {
             break frame;
         }

@@ -26,14 +26,17 @@ use tokio_rustls::{TlsConnector, client::TlsStream};
 /// Name of its node.
 pub(crate) const NODE: &str = "evil";
 
+/// Names of all its nodes. The gateway throttles the log lines of each node.
+pub(crate) const NODES: [&str; 3] = [NODE, "evil-2", "evil-3"];
+
 /// The stream that a gateway opens first.
 pub(crate) const CONTROL: u32 = 1;
 
-/// Enrols its node at a gateway that is about to start.
+/// Enrols its nodes at a gateway that is about to start.
 pub(crate) fn enrol(data: &Path) {
     let nodes = Store::open(data, OpenMode::Existing).unwrap().nodes();
-    let record = NodeRecord {
-        node: NodeName::parse(NODE).unwrap(),
+    let record = |node| NodeRecord {
+        node: NodeName::parse(node).unwrap(),
         addresses: Vec::new(),
         pool: None,
         labels: std::collections::BTreeMap::new(),
@@ -47,15 +50,17 @@ pub(crate) fn enrol(data: &Path) {
         join_key: None,
         other: causeway_certs::OtherFields::new(),
     };
-    nodes.put(record).unwrap();
+    for node in NODES {
+        nodes.put(record(node)).unwrap();
+    }
 }
 
-fn identity(data: &Path) -> EdgeIdentity {
+fn identity(data: &Path, node: &str) -> EdgeIdentity {
     let ca = Store::open(data, OpenMode::Existing).unwrap().ca();
     let ca = ca.unwrap().unwrap();
     let key = PrivateKey::generate().unwrap();
     let csr = VerifiedPublicKey::verify(&key.request().unwrap()).unwrap();
-    let node = NodeName::parse(NODE).unwrap();
+    let node = NodeName::parse(node).unwrap();
     let issued = ca.issue_edge(&csr, &node, LIFE).unwrap();
     EdgeIdentity::new(&ca.root_pem(), &issued.pem(), &key.key_pem()).unwrap()
 }
@@ -63,10 +68,11 @@ fn identity(data: &Path) -> EdgeIdentity {
 /// Connects to the tunnel port with the configuration that `client` makes.
 async fn dial(
     site: &GatewayProcess,
+    node: &str,
     client: fn(&EdgeIdentity) -> Result<Arc<ClientConfig>, TrustError>,
 ) -> TlsStream<TcpStream> {
     install_provider();
-    let config = client(&identity(&site.data())).unwrap();
+    let config = client(&identity(&site.data(), node)).unwrap();
     let tcp = TcpStream::connect(&site.tunnel).await.unwrap();
     let name = ServerName::try_from("127.0.0.1").unwrap();
     TlsConnector::from(config).connect(name, tcp).await.unwrap()
@@ -74,12 +80,12 @@ async fn dial(
 
 /// Connects for egress. HTTP/2 has not begun, and the edge is its client.
 pub(crate) async fn egress_connection(site: &GatewayProcess) -> TlsStream<TcpStream> {
-    dial(site, verify::egress_client).await
+    dial(site, NODE, verify::egress_client).await
 }
 
-/// Opens a connection for egress, on which the edge is the HTTP/2 client.
-pub(crate) async fn egress(site: &GatewayProcess) -> TlsStream<TcpStream> {
-    let mut io = egress_connection(site).await;
+/// Opens a connection of one of its nodes for egress, on which the edge is the HTTP/2 client.
+pub(crate) async fn egress(site: &GatewayProcess, node: &str) -> TlsStream<TcpStream> {
+    let mut io = dial(site, node, verify::egress_client).await;
     let begin = [PREFACE, &frames::settings(&[])].concat();
     frames::send(&mut io, &begin).await.unwrap();
     io
@@ -94,7 +100,7 @@ pub(crate) struct HostileTunnel {
 impl HostileTunnel {
     /// Performs TLS and SETTINGS: the control stream is open, and the gateway's hello is not answered.
     pub(crate) async fn greeted(site: &GatewayProcess) -> Self {
-        let io = dial(site, verify::tunnel_client).await;
+        let io = dial(site, NODE, verify::tunnel_client).await;
         let (read, write) = tokio::io::split(io);
         let mut evil = Self { read, write };
         let mut preface = [0; PREFACE.len()];
