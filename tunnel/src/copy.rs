@@ -110,7 +110,7 @@ where
         let directions = (&mut up, &mut down);
         match poll_both(cx, ends, directions, (counters, wait_for_socket)) {
             Poll::Pending => deadline.poll(cx, &mut up, &mut down, counters),
-            ready => ready,
+            outcome @ Poll::Ready(_) => outcome,
         }
     })
     .await;
@@ -804,7 +804,8 @@ mod tests {
                 send_error,
             };
             let socket = guarded(DeadSocket { write_error });
-            let relaying = relay_guarded(socket, far, Arc::default(), false);
+            let counters = ByteCounters::default();
+            let relaying = relay_guarded(socket, far, &counters, false);
             let outcome = timeout(Duration::from_secs(60), relaying).await.unwrap();
             match (send_error, &outcome) {
                 (None, CopyOutcome::Socket(error)) => assert_eq!(error.kind(), reset),

@@ -321,15 +321,7 @@ impl TunnelSession {
                         },
                     ) = &line
                     {
-                        // New streams go to another process of this node; open streams continue here.
-                        self.release_claims();
-                        phase = Phase::Leaving {
-                            idle_since: Instant::now(),
-                        };
-                        if let Some(end_tx) = end_tx.take() {
-                            // A stopped slot does not receive this.
-                            let _ = end_tx.send(SessionEnd::Ended(unexpected_message(line)));
-                        }
+                        phase = self.leave_to_successor(line, end_tx);
                         continue;
                     }
                     if let Some(reply) = self.immediate_reply(&line).await {
@@ -361,6 +353,22 @@ impl TunnelSession {
                     phase = next;
                 }
             }
+        }
+    }
+
+    /// Leaves, because new streams go to another process of this node. Open streams continue here.
+    fn leave_to_successor(
+        &mut self,
+        superseded: &GatewayMessage,
+        end_tx: &mut Option<oneshot::Sender<SessionEnd>>,
+    ) -> Phase {
+        self.release_claims();
+        if let Some(end_tx) = end_tx.take() {
+            // A stopped slot does not receive this.
+            let _ = end_tx.send(SessionEnd::Ended(unexpected_message(superseded)));
+        }
+        Phase::Leaving {
+            idle_since: Instant::now(),
         }
     }
 
