@@ -397,7 +397,7 @@ async fn floods_on_a_connection_for_egress_end_it_with_the_reason() {
     let floods: [(&mut dyn FnMut() -> Vec<u8>, _); 3] = [
         (&mut { pings }, too_many_frames),
         (&mut || settings(&[]).repeat(100), too_many_frames),
-        (&mut reset_streams, "too_many_resets"),
+        (&mut reset_streams, "excessive load"),
     ];
     // The log lines of a node are throttled.
     for (node, (batch, reason)) in evil::NODES.into_iter().zip(floods) {

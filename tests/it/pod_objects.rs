@@ -58,8 +58,8 @@ async fn pods_in_no_pod_cidr_are_reached_on_their_nodes() {
     let street = SharedNetwork::new();
     let cluster = Cluster::at(HUB).await;
     let site = GatewayProcess::listening(&format!("{HUB}:0"), &configuration(&cluster)).await;
-    let mut one = Pods::at(&street, &site, "edge-1", "10.0.0.0/8").await;
-    let mut two = Pods::at(&street, &site, "edge-2", "10.0.0.0/8").await;
+    let mut one = Pods::at(&street, &site, "edge-1", "10.250.0.7,10.244.1.7").await;
+    let mut two = Pods::at(&street, &site, "edge-2", "10.250.0.7").await;
     cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &["10.244.1.0/24"]);
     cluster.node_with_pods("edge-2", true, &["10.0.0.12"], &["10.244.2.0/24"]);
     let at_one = one.pod("10.250.0.7", "one").await.port();

@@ -602,7 +602,7 @@ impl<'a> Pods<'a> {
     }
 
     /// Starts a pod with this address, which is also reachable from the hub and answers with this text. Returns its
-    /// address.
+    /// address. It belongs to the edge's host here, so the edge has to allow this very address.
     pub(crate) async fn pod(&mut self, address: &str, says: &'static str) -> SocketAddr {
         self.host.has(address.parse().unwrap());
         let listener = {
@@ -628,7 +628,7 @@ async fn pods_of_edge_nodes_are_reachable_if_both_sides_allow_it() {
         cluster.kubeconfig().display()
     );
     let mut site = GatewayProcess::listening(&format!("{HUB}:0"), &configuration).await;
-    let mut one = Pods::at(&street, &site, "edge-1", "10.244.1.0/24,fd01:0:0:1::/64").await;
+    let mut one = Pods::at(&street, &site, "edge-1", "10.244.1.7,fd01:0:0:1::/64").await;
     let mut two = Pods::at(&street, &site, "edge-2", "127.0.0.0/8").await;
     let mut cloud = Pods::elsewhere(&street);
     cluster.node_with_pods(
