@@ -291,6 +291,9 @@ pub(crate) struct PolicyCheck {
     /// Service of the node to which the request goes; the URL then needs no port
     #[arg(long, value_name = "NAME")]
     pub(crate) service: Option<String>,
+    /// Namespace of the pod to which the request goes; the URL then has the pod's node and the pod's port, or the address of a pod that a listener dials itself
+    #[arg(long, value_name = "NAMESPACE", conflicts_with = "service")]
+    pub(crate) pod_namespace: Option<String>,
     #[command(flatten)]
     pub(crate) data: DataDir,
     /// HTTP method, or CONNECT

@@ -388,7 +388,7 @@ impl Proxy {
             && self.shared.nodes.follows_pods()
             && match &ask.destination {
                 Destination::Node(route) => route.is_to_pod(),
-                Destination::Direct(address) => self.shared.nodes.is_pod_address(address.ip()),
+                Destination::Direct(address, _) => self.shared.nodes.is_pod_address(address.ip()),
             };
         result.map_err(|error| match error.reason {
             Reason::Forbidden if is_hidden => self.listener.authentication.missing_credentials(),

@@ -335,6 +335,7 @@ impl PolicyState {
             });
         };
         let policy = policy::read(path)?;
+        policy::check_pods(&policy, config.kubernetes.as_ref())?;
         let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
         Ok(Self {
             text: Some(text),
@@ -368,7 +369,9 @@ fn watched_files(config: &Config, sources: &ConfigSources) -> Vec<PathBuf> {
 
 /// Reads the files that the configuration names, and checks them as far as that is possible without the data directory.
 pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
-    config.policy.0.as_deref().map(policy::read).transpose()?;
+    if let Some(path) = &config.policy.0 {
+        policy::check_pods(&policy::read(path)?, config.kubernetes.as_ref())?;
+    }
     causeway_gateway::check(config)?;
     if let Some((api_cache, dir)) = config.api_cache.as_ref().zip(manifests_dir(config)) {
         manifests::read_manifests(

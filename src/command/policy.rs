@@ -16,8 +16,8 @@ use causeway_gateway::{
         policy::{self, Action},
     },
     state::{
-        Node, Policy as Rules,
-        policy::{Decision, MatchedRule, PolicyInput},
+        Node, Policy as Rules, pods,
+        policy::{Decision, MatchedRule, PodInput, PolicyInput},
     },
 };
 use causeway_tunnel::target;
@@ -80,6 +80,22 @@ pub(crate) fn warn_of_labels(
     }
 }
 
+/// Checks that the gateway knows the pods that rules name.
+///
+/// # Errors
+/// If a rule names namespaces of pods, and `kubernetes.pods` is not set.
+pub(crate) fn check_pods(rules: &Rules, kubernetes: Option<&Kubernetes>) -> anyhow::Result<()> {
+    let follows_pods = kubernetes.is_some_and(|kubernetes| kubernetes.pods.is_some());
+    match rules.first_rule_of_pods().filter(|_| !follows_pods) {
+        None => Ok(()),
+        Some(by) => Err(config_loader::RejectedConfig::from(vec![format!(
+            "policy: {} (line {}) has where.pod_namespaces, but the gateway does not know which pods have which addresses; set kubernetes.pods",
+            by.rule, by.line
+        )])
+        .into()),
+    }
+}
+
 /// Returns the labels that rules require and no node can have.
 fn unusable_labels(
     rules: &Rules,
@@ -116,6 +132,8 @@ pub(crate) fn read(file: &Path) -> anyhow::Result<Rules> {
 struct RequestSpec {
     to: To,
     service: Option<String>,
+    /// Namespace of the pod to which the request goes.
+    pod_namespace: Option<String>,
     /// The port; `None` for a service.
     port: Option<u16>,
     path: String,
@@ -174,9 +192,23 @@ impl RequestSpec {
             to,
             port: port.filter(|_| service.is_none()),
             service: service.map(str::to_owned),
+            pod_namespace: None,
             path,
             action,
         })
+    }
+
+    /// Sets the namespace of the pod to which the request goes.
+    fn to_pod(mut self, namespace: Option<&str>) -> anyhow::Result<Self> {
+        let is_valid = namespace.is_none_or(target::is_service_name);
+        if !is_valid {
+            bail!(
+                "\"{}\" is not the name of a namespace",
+                namespace.unwrap_or_default()
+            );
+        }
+        self.pod_namespace = namespace.map(str::to_owned);
+        Ok(self)
     }
 
     /// Returns the decision of the rules on this request by this client.
@@ -202,6 +234,10 @@ impl RequestSpec {
             pool: node.pool.as_deref(),
             labels: &node.labels,
             service: self.service.as_deref(),
+            pod: self
+                .pod_namespace
+                .as_deref()
+                .map_or(PodInput::None, PodInput::Namespace),
             port: self.port,
             action: self.action,
             method: method.as_str(),
@@ -226,7 +262,8 @@ fn check(args: &PolicyCheck) -> anyhow::Result<()> {
         &args.method,
         (&args.url, args.service.as_deref()),
         args.upgrade,
-    )?;
+    )?
+    .to_pod(args.pod_namespace.as_deref())?;
     let (node, is_known) = confirmed_node(args, &mut request.to)?;
     let client = Subject {
         user: args.user.as_deref(),
@@ -235,6 +272,9 @@ fn check(args: &PolicyCheck) -> anyhow::Result<()> {
         source: args.from,
     };
     let decision = request.decide(&rules, &args.method, &client, &node);
+    note_possible_pod(&rules, &request, |request| {
+        request.decide(&rules, &args.method, &client, &node).allow != decision.allow
+    });
     let differs =
         |node: &Node| request.decide(&rules, &args.method, &client, node).allow != decision.allow;
     let label = deciding_label(&rules, &node, differs).filter(|_| args.labels.is_empty());
@@ -269,6 +309,32 @@ fn check(args: &PolicyCheck) -> anyhow::Result<()> {
         return Err(Denied("the policy denies the request".into()).into());
     }
     Ok(())
+}
+
+/// Prints a note if the request is for an address without an edge, and the decision depends on the pod that has the address.
+fn note_possible_pod(rules: &Rules, request: &RequestSpec, differs: impl Fn(&RequestSpec) -> bool) {
+    let To::Direct(address) = &request.to else {
+        return;
+    };
+    if request.pod_namespace.is_some() {
+        return;
+    }
+    let to_pod = |namespace| RequestSpec {
+        to: To::Direct(*address),
+        service: None,
+        pod_namespace: Some(namespace),
+        port: request.port,
+        path: request.path.clone(),
+        action: request.action,
+    };
+    if rules
+        .sample_pod_namespaces()
+        .any(|namespace| differs(&to_pod(namespace)))
+    {
+        errln!(
+            "note: the decision depends on the pod that has the address {address}, and this command does not read the cluster; give the pod's namespace with --pod-namespace, if it is a pod"
+        );
+    }
 }
 
 /// Returns the first label that a token has not given and that would change the decision.
@@ -321,8 +387,22 @@ fn confirmed_node(args: &PolicyCheck, to: &mut To) -> anyhow::Result<(Node, bool
     if let Some(record) = &found {
         *to = To::Node(record.node.clone());
     }
+    if let To::Node(node) = &*to
+        && found.is_none()
+        && let Some(namespace) = pods::namespace_of_host(node.as_str())
+    {
+        bail!(
+            "{node} is the name of a pod, and this command does not read the cluster; write the pod's node in place of the pod, and add --pod-namespace {namespace}. For a pod that a listener dials itself, write CONNECT and the pod's address"
+        );
+    }
     let data_dir = args.data.data_dir.display();
     match &*to {
+        To::Direct(address) if args.pod_namespace.is_some() => {
+            errln!(
+                "note: {address} is treated as a pod without an edge, which a listener dials itself (direct)"
+            );
+            return Ok((Node::default(), false));
+        }
         To::Direct(address) => {
             errln!(
                 "note: no node in {data_dir} has the address {address}, so it is treated as an address without an edge (direct); for a node with an edge, give its name"

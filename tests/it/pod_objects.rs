@@ -21,7 +21,7 @@ use causeway_gateway::{
     state::{ClusterNode, Pod, PodsWriter, Policy, PolicyWriter},
 };
 use serde_json::{Value, json};
-use std::{net::Ipv4Addr, path::Path};
+use std::{fs, net::Ipv4Addr, path::Path};
 
 fn configuration(cluster: &Cluster) -> String {
     let kubernetes = json!({
@@ -144,6 +144,152 @@ async fn without_the_right_to_read_pods_only_pods_are_unavailable() {
         !status().await.stdout.contains(why) && lost().await == 0
     })
     .await;
+}
+
+/// Returns the status of an answer of [`get`].
+async fn status(site: &GatewayProcess, host: &str, port: u16) -> String {
+    let answer = get(site, host, port).await;
+    answer.rsplit(' ').next().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn rules_for_namespaces_decide_about_the_pods_in_them() {
+    need!(NEED, "curl");
+    let (street, folder) = (SharedNetwork::new(), tempfile::tempdir().unwrap());
+    let rules = folder.path().join("policy.yaml");
+    let write = |text: &str| fs::write(&rules, format!("rules: [{text}]\n")).unwrap();
+    write("{ where: { pod_namespaces: [shop] }, then: allow }");
+    let cluster = Cluster::at(HUB).await;
+    let configuration = format!("{}\npolicy: {}", configuration(&cluster), rules.display());
+    let site = GatewayProcess::listening(&format!("{HUB}:0"), &configuration).await;
+    let mut edge = Pods::at(&street, &site, "edge-1", "0.0.0.0/0").await;
+    cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &[]);
+    let shop = edge.pod("10.250.0.7", "shop").await.port();
+    let bank = edge.pod("10.250.0.8", "bank").await.port();
+    cluster.pod("shop", "web-0", "edge-1", "10.250.0.7");
+    cluster.pod("bank", "web-0", "edge-1", "10.250.0.8");
+    until("the pod is known", async || {
+        get(&site, "web-0.shop.pod", shop).await == "shop 200"
+    })
+    .await;
+    assert_eq!(get(&site, "10.250.0.7", shop).await, "shop 200");
+    for (host, port) in [
+        ("web-0.bank.pod", bank),
+        ("10.250.0.8", bank),
+        ("edge-1", bank),
+    ] {
+        assert_eq!(status(&site, host, port).await, "403", "{host}");
+    }
+
+    // The address of the pod goes to a pod in another namespace.
+    cluster.delete_pod("shop", "web-0");
+    cluster.pod("bank", "web-1", "edge-1", "10.250.0.7");
+    until("the other pod is judged", async || {
+        status(&site, "10.250.0.7", shop).await == "403"
+    })
+    .await;
+
+    // A rule that denies, and one without a condition on pods.
+    write("{ where: { pod_namespaces: [b*] }, then: deny }, { then: allow }");
+    cluster.delete_pod("bank", "web-1");
+    cluster.pod("shop", "web-1", "edge-1", "10.250.0.7");
+    until("the new rules decide", async || {
+        get(&site, "web-1.shop.pod", shop).await == "shop 200"
+    })
+    .await;
+    assert_eq!(status(&site, "web-0.bank.pod", bank).await, "403");
+    assert_ne!(status(&site, "edge-1", 9100).await, "403");
+    // An address of two pods leads to neither, whatever the rules say.
+    cluster.pod("shop", "thief", "edge-1", "10.250.0.8");
+    until("the address is nobody's", async || {
+        status(&site, "10.250.0.8", bank).await == "404"
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn rules_for_pods_need_pod_objects() {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
+    write(
+        "policy.yaml",
+        "rules:\n  - { name: shops, where: { pod_namespaces: [shop] }, then: deny }\n",
+    );
+    write("gateway.yaml", "policy: policy.yaml\n");
+    let check = causeway("gateway --check-config --config gateway.yaml --data-dir data");
+    let checked = check.within(folder.path()).run().await;
+    checked.failed(&["shops (line 2)", "set kubernetes.pods"]);
+}
+
+#[tokio::test]
+async fn nodes_reach_pods_of_namespaces_that_a_rule_lists() {
+    need!(NEED, "curl");
+    let street = SharedNetwork::new();
+    let cluster = Cluster::at(HUB).await;
+    let egress = json!({ "rules": [{ "to": { "pod_namespaces": ["shop"] } }] });
+    let configuration = format!("{}\negress: {egress}", configuration(&cluster));
+    let site = GatewayProcess::listening(&format!("{HUB}:0"), &configuration).await;
+    let proxy = [("CAUSEWAY_EGRESS_PROXY_LISTEN", "127.0.0.1:1080")];
+    let one = Pods::with_variables(&street, &site, ("edge-1", "10.0.0.0/8"), &proxy).await;
+    let mut two = Pods::at(&street, &site, "edge-2", "10.0.0.0/8").await;
+    let mut cloud = Pods::elsewhere(&street);
+    cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &[]);
+    cluster.node_with_pods("edge-2", true, &["10.0.0.12"], &[]);
+    cluster.node_with_pods("cloud-1", false, &["10.0.0.14"], &[]);
+    let shop = two.pod("10.250.0.7", "shop").await.port();
+    let bank = two.pod("10.250.0.8", "bank").await.port();
+    let at_cloud = cloud.pod("10.250.0.9", "cloud").await.port();
+    let bank_at_cloud = cloud.pod("10.250.0.10", "cloud").await.port();
+    cluster.pod("shop", "web", "edge-2", "10.250.0.7");
+    cluster.pod("bank", "web", "edge-2", "10.250.0.8");
+    cluster.pod("shop", "cloud", "cloud-1", "10.250.0.9");
+    cluster.pod("bank", "cloud", "cloud-1", "10.250.0.10");
+    // The answer, and the status of the proxy.
+    let get = async |host: &str, port: u16| {
+        let url = format!("http://{host}:{port}/");
+        let proxy = [
+            "-p",
+            "-x",
+            "http://127.0.0.1:1080",
+            "-w",
+            " %{http_connect}",
+        ];
+        let arguments = [&proxy[..], &["--max-time", "20", &url]].concat();
+        one.curl(&arguments).await.text()
+    };
+    until("the pod is known", async || {
+        get("10.250.0.7", shop).await == "shop 200"
+    })
+    .await;
+    assert_eq!(get("web.shop.pod", shop).await, "shop 200");
+    assert_eq!(get("10.250.0.9", at_cloud).await, "cloud 200");
+    assert_eq!(get("cloud.shop.pod", at_cloud).await, "cloud 200");
+    for (host, port) in [
+        ("10.250.0.8", bank),
+        ("web.bank.pod", bank),
+        ("10.250.0.10", bank_at_cloud),
+        ("cloud.bank.pod", bank_at_cloud),
+        ("nobody.bank.pod", bank),
+        ("edge-2", shop),
+        ("10.250.0.99", bank),
+    ] {
+        let answer = get(host, port).await;
+        assert!(answer.ends_with(" 403"), "{host}: {answer}");
+    }
+
+    // A second pod with the address: it leads to neither of them.
+    cluster.pod("shop", "thief", "edge-1", "10.250.0.7");
+    until("the address is nobody's", async || {
+        get("10.250.0.7", shop).await.ends_with(" 403")
+    })
+    .await;
+    // A pod at the edge neither takes the address of a pod in the cloud, nor lends its namespace.
+    cluster.pod("shop", "thief", "edge-1", "10.250.0.10");
+    until("the thief is known", async || {
+        get("10.250.0.7", shop).await == "shop 200"
+    })
+    .await;
+    assert!(get("10.250.0.10", bank_at_cloud).await.ends_with(" 403"));
 }
 
 /// Has the nodes of a cluster in this world, whose pods `a/open` on `edge-1`, `a/closed` on `edge-2` and `a/cloud` in the cloud have addresses.

@@ -567,7 +567,7 @@ pub(crate) struct Pods<'a> {
 
 impl<'a> Pods<'a> {
     /// A node in the cloud.
-    fn elsewhere(street: &'a SharedNetwork) -> Self {
+    pub(crate) fn elsewhere(street: &'a SharedNetwork) -> Self {
         Self {
             host: street.host(),
             _edge: None,
@@ -582,6 +582,16 @@ impl<'a> Pods<'a> {
         node: &'static str,
         allowed: &str,
     ) -> Self {
+        Self::with_variables(street, site, (node, allowed), &[]).await
+    }
+
+    /// The same, with these variables in the environment of the edge.
+    pub(crate) async fn with_variables(
+        street: &'a SharedNetwork,
+        site: &GatewayProcess,
+        (node, allowed): (&'static str, &str),
+        variables: &[(&str, &str)],
+    ) -> Self {
         let Self { host, serving, .. } = Self::elsewhere(street);
         let token = site.token(&format!("--node {node}")).await;
         let edge = host
@@ -592,6 +602,9 @@ impl<'a> Pods<'a> {
             .flag("--data-dir", site.edge_data(node))
             .flag("--allow-hosts", allowed)
             .flag("--join", token);
+        let edge = variables
+            .iter()
+            .fold(edge, |edge, (name, value)| edge.env(name, value));
         let mut edge = edge.start();
         edge.wait_for_line("tunnel registered").await;
         Self {
@@ -612,6 +625,15 @@ impl<'a> Pods<'a> {
         let at = listener.local_addr().unwrap();
         self.serving.spawn(saying(listener, says));
         at
+    }
+
+    /// Runs curl on the host of this node.
+    pub(crate) async fn curl(&self, arguments: &[&str]) -> ToolOutput {
+        let running = {
+            let _there = self.host.enter();
+            Tool::curl().args(arguments).start()
+        };
+        running.finish().await
     }
 }
 

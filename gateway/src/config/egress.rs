@@ -5,7 +5,7 @@
 
 use super::{
     api_cache::matches_pattern,
-    policy::{PortRange, SourceNetworks, label_fault},
+    policy::{PortRange, SourceNetworks, label_fault, namespace_fault},
 };
 use causeway_certs::NodeName;
 use causeway_config::{ByteSize, ConfigErrors, Specified, host_port};
@@ -56,7 +56,7 @@ pub struct EgressSubjects {
     pub labels: Specified<BTreeMap<String, String>>,
 }
 
-/// Destinations of a rule: everything that one of `destinations`, `names`, `networks` and `nodes` lists, at one of `ports`.
+/// Destinations of a rule: everything that one of `destinations`, `names`, `networks`, `nodes` and `pod_namespaces` lists, at one of `ports`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct EgressTargets {
@@ -68,6 +68,8 @@ pub struct EgressTargets {
     pub networks: SourceNetworks,
     /// Names of other nodes; `*` stands for any characters. The gateway connects through the tunnel of the other node, whose edge must serve the port, and whose `policy` applies to the client `spiffe://TRUST-DOMAIN/edge/NODE`.
     pub nodes: Vec<String>,
+    /// Namespaces of pods at other nodes or in the cloud, by name or by address; `*` stands for any characters. Needs `kubernetes.pods`. Only a pod that is known by its Pod object, and that has its address alone, is allowed. A pod at another edge is reached as with `nodes`. For a pod in the cloud the address must be an ordinary one, as with `names`.
+    pub pod_namespaces: Vec<String>,
     /// Ports: `443`, or `"30000-32767"`. Without this key: all. For a key of `egress.destinations`, the port of its address counts, not the port that the edge asks for.
     #[serde(skip_serializing_if = "Specified::is_absent")]
     pub ports: Specified<Vec<PortRange>>,
@@ -138,7 +140,14 @@ impl Egress {
         subjects.any(|who| !who.pools.is_absent() || !who.labels.is_absent())
     }
 
-    pub(super) fn validate(&self, faults: &mut ConfigErrors) {
+    /// Whether any rule depends on the pod to which a connection goes.
+    pub(crate) fn depends_on_pods(&self) -> bool {
+        let mut rules = self.rules.iter();
+        rules.any(|rule| !rule.to.pod_namespaces.is_empty())
+    }
+
+    /// Adds the faults. `follows_pods` is whether the gateway follows Pod objects.
+    pub(super) fn validate(&self, follows_pods: bool, faults: &mut ConfigErrors) {
         for (name, address) in &self.destinations {
             let path = format!("egress.destinations.{name}");
             if !is_name(name, false) {
@@ -167,7 +176,7 @@ impl Egress {
                 }
             }
             check_subjects(&format!("{path}.who"), &rule.who, faults);
-            self.check_targets(&format!("{path}.to"), &rule.to, faults);
+            self.check_targets(&format!("{path}.to"), (&rule.to, follows_pods), faults);
         }
         faults.check_at_least_one("egress.limits", &[("connections", self.limits.connections)]);
         if (1..MIN_BYTES_PER_SECOND).contains(&self.limits.bytes_per_second) {
@@ -177,18 +186,33 @@ impl Egress {
         }
     }
 
-    fn check_targets(&self, path: &str, to: &EgressTargets, faults: &mut ConfigErrors) {
+    fn check_targets(
+        &self,
+        path: &str,
+        (to, follows_pods): (&EgressTargets, bool),
+        faults: &mut ConfigErrors,
+    ) {
         let EgressTargets {
             destinations,
             names,
             networks,
             nodes,
+            pod_namespaces,
             ports,
         } = to;
-        if destinations.is_empty() && names.is_empty() && networks.0.is_empty() && nodes.is_empty()
-        {
-            let message = "lists no destination, so the rule allows nothing; set destinations, names, networks or nodes";
+        let lists = [destinations, names, nodes, pod_namespaces];
+        if networks.0.is_empty() && lists.iter().all(|list| list.is_empty()) {
+            let message = "lists no destination, so the rule allows nothing; set destinations, names, networks, nodes or pod_namespaces";
             faults.add(path, message);
+        }
+        for (index, pattern) in pod_namespaces.iter().enumerate() {
+            if let Some(message) = namespace_fault(pattern) {
+                faults.add(format!("{path}.pod_namespaces[{index}]"), message);
+            }
+        }
+        if !pod_namespaces.is_empty() && !follows_pods {
+            let message = "the gateway does not know which pods have which addresses, so this matches nothing; set kubernetes.pods";
+            faults.add(format!("{path}.pod_namespaces"), message);
         }
         for (index, name) in destinations.iter().enumerate() {
             if !self.destinations.contains_key(name) {

@@ -67,7 +67,7 @@ pub struct Subjects {
     pub networks: Specified<SourceNetworks>,
 }
 
-/// Nodes that a rule applies to: those that match every given key. With `direct` the rule applies to no node, and with `services` to services of the nodes.
+/// Nodes that a rule applies to: those that match every given key. With `direct` the rule applies to no node, with `services` to services of the nodes, and with `pod_namespaces` to pods.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NodeSelector {
@@ -83,6 +83,9 @@ pub struct NodeSelector {
     /// Names of services of these nodes (`services` of an edge), in place of the nodes themselves; `*` stands for any characters. Without this key a rule that allows applies to no service. A rule that denies applies to the services of its nodes as well, unless it has `ports`.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub services: Specified<Vec<String>>,
+    /// Namespaces of pods, in place of the nodes themselves: pods of these nodes, and without a key for nodes also pods that a listener dials itself. `*` stands for any characters. Needs `kubernetes.pods`. Only a pod that is known by its Pod object, and that has its address alone, matches a rule that allows. A rule without this key applies to pods as well.
+    #[serde(default, skip_serializing_if = "Specified::is_absent")]
+    pub pod_namespaces: Specified<Vec<String>>,
     /// Networks of addresses that no edge serves and that a listener dials itself (its key `direct_networks`), in place of nodes.
     #[serde(default, skip_serializing_if = "Specified::is_absent")]
     pub direct: Specified<SourceNetworks>,
@@ -323,7 +326,7 @@ impl RuleValidator<'_> {
         if *nodes == NodeSelector::default() {
             self.add(
                 "where",
-                "is empty; set nodes, pools, labels, services or direct, or remove the key to match all nodes",
+                "is empty; set nodes, pools, labels, services, pod_namespaces or direct, or remove the key to match all nodes",
             );
         }
         if let Some(direct) = &nodes.direct.0 {
@@ -332,6 +335,7 @@ impl RuleValidator<'_> {
             }
             let others = NodeSelector {
                 direct: nodes.direct.clone(),
+                pod_namespaces: nodes.pod_namespaces.clone(),
                 ..NodeSelector::default()
             };
             if *nodes != others {
@@ -349,6 +353,15 @@ impl RuleValidator<'_> {
             let other = || format!("\"{text}\" cannot be the name of a service; names have lower-case letters, digits and '-', and * matches any of them");
             pattern_fault(text).or_else(|| (!text.chars().all(letter)).then(other))
         });
+        self.check_each("where.pod_namespaces", &nodes.pod_namespaces, |text| {
+            namespace_fault(text)
+        });
+        if nodes.services.0.is_some() && nodes.pod_namespaces.0.is_some() {
+            self.add(
+                "where.pod_namespaces",
+                "matches only pods, so the rule matches none of where.services; write two rules",
+            );
+        }
         if nodes.labels.0.as_ref().is_some_and(BTreeMap::is_empty) {
             self.add("where.labels", EMPTY);
         }
@@ -407,6 +420,17 @@ pub fn label_fault(text: &str) -> Option<String> {
         format!("\"{text}\" contains *, which is not a wildcard in a label; write the whole word")
     };
     pattern_fault(text).or_else(|| text.contains('*').then(star))
+}
+
+/// Returns the fault of a pattern of namespaces, if there is one.
+pub(crate) fn namespace_fault(text: &str) -> Option<String> {
+    let letter = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-*".contains(c);
+    let other = || {
+        format!(
+            "\"{text}\" cannot be the name of a namespace; names have lower-case letters, digits and '-', and * matches any of them"
+        )
+    };
+    pattern_fault(text).or_else(|| (!text.chars().all(letter)).then(other))
 }
 
 /// Returns the fault of a path, if there is one.

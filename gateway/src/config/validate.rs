@@ -38,7 +38,9 @@ impl Validate for Config {
             api_cache.validate(of_a_cluster, &mut faults);
         }
         if let Some(egress) = &self.egress {
-            egress.validate(&mut faults);
+            let kubernetes = self.kubernetes.as_ref();
+            let follows_pods = kubernetes.is_some_and(|kubernetes| kubernetes.pods.is_some());
+            egress.validate(follows_pods, &mut faults);
         }
         let mut names = HashSet::new();
         for (index, listener) in self.listeners.iter().enumerate() {

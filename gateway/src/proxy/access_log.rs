@@ -19,7 +19,7 @@ use crate::{
         route::Route,
         trace_context::Trace,
     },
-    state::{Registry, TunnelId, policy::MatchedRule},
+    state::{Registry, TunnelId, pods::DestinationPod, policy::MatchedRule},
     worker::WorkerId,
 };
 use causeway_certs::NodeName;
@@ -219,7 +219,7 @@ struct RecordFields {
     client: Option<ClientIdentity>,
     route: Option<Route>,
     /// The address that the gateway dials itself if there is no route.
-    direct_address: Option<SocketAddr>,
+    direct_address: Option<(SocketAddr, DestinationPod)>,
     tunnel: Option<TunnelId>,
     matched_rule: Option<MatchedRule>,
     /// Token that resets the connection to an upstream that carries the request body.
@@ -351,9 +351,9 @@ impl AccessRecord {
         Some((fields.client.clone()?, fields.route.clone()))
     }
 
-    /// Returns the address that the gateway dials itself, if there is one.
-    pub(super) fn direct_address(&self) -> Option<SocketAddr> {
-        self.lock_fields().direct_address
+    /// Returns the address that the gateway dials itself, if there is one, and the pod that had the address at that time.
+    pub(super) fn direct_address(&self) -> Option<(SocketAddr, DestinationPod)> {
+        self.lock_fields().direct_address.clone()
     }
 
     /// Returns the listener that accepted the stream.
@@ -494,9 +494,9 @@ impl AccessRecord {
         self.lock_fields().route = Some(route.clone());
     }
 
-    /// Records the address that the gateway is about to authorize and to dial itself.
-    pub(super) fn set_direct_address(&self, address: SocketAddr) {
-        self.lock_fields().direct_address = Some(address);
+    /// Records the address that the gateway is about to authorize and to dial itself, and the pod that has the address.
+    pub(super) fn set_direct_address(&self, address: SocketAddr, pod: DestinationPod) {
+        self.lock_fields().direct_address = Some((address, pod));
     }
 
     /// Records the rule that decided.
@@ -704,7 +704,7 @@ impl AccessRecord {
             path = self.logged_path(),
             rule = fields.matched_rule.as_ref().map(|by| &*by.rule),
             rule_line = rule_line(fields),
-            address = fields.direct_address.map(tracing::field::display),
+            address = fields.direct_address.as_ref().map(|(address, _)| tracing::field::display(address)),
             status = fields.status,
             reason = fields.reason.map(Reason::word),
             detail = (!fields.detail.is_empty()).then_some(fields.detail.as_str()),
@@ -745,7 +745,7 @@ impl AccessRecord {
             path = self.logged_path(),
             rule = fields.matched_rule.as_ref().map(|by| &*by.rule),
             rule_line = rule_line(fields),
-            address = fields.direct_address.map(tracing::field::display),
+            address = fields.direct_address.as_ref().map(|(address, _)| tracing::field::display(address)),
             status = fields.status,
             reason = fields.reason.map(Reason::word),
             detail = (!fields.detail.is_empty()).then_some(fields.detail.as_str()),

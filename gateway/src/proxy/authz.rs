@@ -14,6 +14,7 @@ use crate::{
     },
     state::{
         Node, Nodes, PolicyReader,
+        pods::DestinationPod,
         policy::{Decision, MatchedRule, PolicyInput},
     },
 };
@@ -63,8 +64,8 @@ impl<'a> AuthzRequest<'a> {
 pub enum Destination<'a> {
     /// Node behind a tunnel.
     Node(&'a Route),
-    /// Address that no edge serves, which the gateway dials itself (`direct`).
-    Direct(SocketAddr),
+    /// Address that no edge serves, which the gateway dials itself (`direct`), with the pod that has the address.
+    Direct(SocketAddr, &'a DestinationPod),
 }
 
 impl<'a> Destination<'a> {
@@ -72,7 +73,7 @@ impl<'a> Destination<'a> {
     pub fn port(&self) -> Option<u16> {
         match self {
             Self::Node(route) => route.port(),
-            Self::Direct(address) => Some(address.port()),
+            Self::Direct(address, _) => Some(address.port()),
         }
     }
 
@@ -80,7 +81,7 @@ impl<'a> Destination<'a> {
     pub fn service(&self) -> Option<&'a str> {
         match self {
             Self::Node(route) => route.service(),
-            Self::Direct(_) => None,
+            Self::Direct(..) => None,
         }
     }
 
@@ -88,7 +89,15 @@ impl<'a> Destination<'a> {
     pub fn node(&self) -> Option<&'a NodeName> {
         match self {
             Self::Node(route) => Some(&route.node),
-            Self::Direct(_) => None,
+            Self::Direct(..) => None,
+        }
+    }
+
+    /// Returns the pod.
+    pub fn pod(&self) -> &'a DestinationPod {
+        match self {
+            Self::Node(route) => &route.pod,
+            Self::Direct(_, pod) => pod,
         }
     }
 }
@@ -100,7 +109,7 @@ impl fmt::Display for Destination<'_> {
                 Some(service) => write!(f, "the service {service} of {}", route.node),
                 None => write!(f, "port {} of {}", route.target.port, route.node),
             },
-            Self::Direct(address) => write!(f, "{address}, which belongs to no edge"),
+            Self::Direct(address, _) => write!(f, "{address}, which belongs to no edge"),
         }
     }
 }
@@ -162,9 +171,15 @@ impl Authorize for PolicyAuthorizer {
         let decide_for = |direct, node: &Node| {
             AuthzDecision::Policy(self.policy.decide(&policy_input(ask, direct, node)))
         };
+        // A rule that denies pods would not match while the pods are not known.
+        if let DestinationPod::Undecided(reason) = ask.destination.pod()
+            && self.policy.depends_on_pods()
+        {
+            return AuthzDecision::DependencyUnavailable(reason.to_string().into());
+        }
         let route = match &ask.destination {
             Destination::Node(route) => route,
-            Destination::Direct(address) => {
+            Destination::Direct(address, _) => {
                 return decide_for(Some(address.ip()), &Node::default());
             }
         };
@@ -209,6 +224,7 @@ fn policy_input<'a>(
         pool: node.policy_pool.as_deref(),
         labels: &node.labels,
         service: destination.service(),
+        pod: destination.pod().policy_input(),
         port: destination.port(),
         action: authz_request.action,
         method: authz_request.method.as_str(),
@@ -297,10 +313,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_decision_that_does_not_come_is_a_refusal_in_time() {
         let node = NodeName::parse("edge-1").unwrap();
-        let route = Route {
-            target: Target::new("edge-1", 80),
-            node,
-        };
+        let route = Route::new(node, Target::new("edge-1", 80));
         let client = ClientIdentity::for_test("alice");
         let ask = AuthzRequest {
             client: &client,

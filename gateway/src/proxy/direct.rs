@@ -23,7 +23,10 @@ use super::{
 use crate::{
     config::ErrorFormat,
     error::{Error, Reason},
-    state::{NodeLocation, Nodes, pods::PodMatch},
+    state::{
+        NodeLocation, Nodes,
+        pods::{DestinationPod, PodMatch},
+    },
 };
 use causeway_rt::{host_addresses, log_throttle::LogThrottle, resolve, socket};
 use causeway_tunnel::{
@@ -138,7 +141,8 @@ async fn dial(
     let candidates: Vec<_> = addresses.iter().filter(is_inside).collect();
     let mut last_error = None;
     for (attempts, address) in candidates.iter().enumerate() {
-        match authorize_address(direct, **address).await {
+        let pod = nodes.destination_pod(address.ip(), None);
+        match authorize_address(direct, **address, &pod).await {
             // For an anonymous client, a refused pod looks like an unknown one.
             Err(refusal)
                 if matches!(refusal.reason, Reason::Forbidden | Reason::Unauthenticated) =>
@@ -148,7 +152,7 @@ async fn dial(
             }
             result => result?,
         }
-        if let Err(unknown) = route::check_pod_elsewhere(address.ip(), nodes) {
+        if let Err(unknown) = check_same_pod(nodes, address.ip(), &pod) {
             last_error = Some(unknown);
             continue;
         }
@@ -167,6 +171,24 @@ async fn dial(
             "{target} belongs to no edge, and is in no network that listener {listener:?} dials itself (direct)"
         ))
     }))
+}
+
+/// Checks that the gateway itself may dial this address, and that the address still belongs to the pod that was authorized.
+///
+/// # Errors
+/// [`Reason::NodeUnknown`], or [`Reason::DependencyUnavailable`] while the pods are not known.
+pub(super) fn check_same_pod(
+    nodes: &Nodes,
+    address: IpAddr,
+    authorized: &DestinationPod,
+) -> Result<(), Error> {
+    route::check_pod_elsewhere(address, nodes)?;
+    if nodes.destination_pod(address, None) == *authorized {
+        return Ok(());
+    }
+    Err(Reason::NodeUnknown.error(format!(
+        "{address} belongs to another pod than a moment ago; try again"
+    )))
 }
 
 /// Dials one address of a target.
@@ -228,13 +250,17 @@ pub(super) fn is_host_address(nodes: &Nodes, address: IpAddr) -> bool {
 }
 
 /// Checks whether the client may connect to this address.
-async fn authorize_address(direct: &DirectConnect<'_>, address: SocketAddr) -> Result<(), Error> {
+async fn authorize_address(
+    direct: &DirectConnect<'_>,
+    address: SocketAddr,
+    pod: &DestinationPod,
+) -> Result<(), Error> {
     // Recorded first, so that a later change of the policy is checked against this address.
-    direct.record.set_direct_address(address);
+    direct.record.set_direct_address(address, pod.clone());
     let authz_request = AuthzRequest {
         client: direct.client,
         remote_address: direct.connection.peer,
-        destination: Destination::Direct(address),
+        destination: Destination::Direct(address, pod),
         action: Action::Connect,
         method: &Method::CONNECT,
         path: "",

@@ -28,7 +28,7 @@ use crate::{
     config::{self, ListenAddr, ListenerProtocol},
     error::{Error, Reason},
     proxy::authn::Authenticator,
-    state::egress::NodeEgress,
+    state::{egress::NodeEgress, pods::DestinationPod},
     worker::WorkerId,
 };
 use causeway_certs::{NodeName, TrustDomain, edge_uri};
@@ -101,7 +101,7 @@ enum DestinationIo {
 
 /// Destination of an open stream, for later checks.
 enum OpenDestination {
-    Address(EgressTarget, SocketAddr),
+    Address(EgressTarget, SocketAddr, DestinationPod),
     Node(Route),
 }
 
@@ -293,10 +293,10 @@ impl EgressConnection {
             }
         }
         self.proxy.admit_client(&self.client, record)?;
-        let (tcp, address) = self.dial(&target, record).await?;
+        let (tcp, address, pod) = self.dial(&target, record).await?;
         Ok((
             DestinationIo::Tcp(tcp),
-            OpenDestination::Address(target, address),
+            OpenDestination::Address(target, address, pod),
             guard,
         ))
     }
@@ -340,11 +340,13 @@ impl EgressConnection {
         &self,
         target: &EgressTarget,
         record: &AccessRecord,
-    ) -> Result<(TcpStream, SocketAddr), Error> {
+    ) -> Result<(TcpStream, SocketAddr, DestinationPod), Error> {
         let shared = &self.proxy.shared;
+        let namespace = shared.nodes.pod_namespace(&target.host_port.host);
+        let requested = (target, namespace.as_deref());
         let deadline = Instant::now() + shared.timeouts.connect;
         // A node learns nothing about names to which no rule can lead.
-        if !self.with_subject(|subject| subject.may_reach(target, &shared.egress.load())) {
+        if !self.with_subject(|subject| subject.may_reach(requested, &shared.egress.load())) {
             return Err(self.denied(target));
         }
         let resolving = direct::resolve_target(&shared.nodes, &target.host_port, deadline);
@@ -359,26 +361,30 @@ impl EgressConnection {
             }
             _ => error,
         })?;
-        let is_allowed =
-            |address: &&SocketAddr| self.authorize_address(target, **address, record).is_ok();
-        let candidates: Vec<_> = addresses.iter().filter(is_allowed).collect();
-        let mut last_error = None;
-        for (attempts, address) in candidates.iter().enumerate() {
+        let (mut candidates, mut last_error) = (Vec::new(), None);
+        for address in addresses {
+            let pod = shared.nodes.destination_pod(address.ip(), None);
+            match self.authorize_address(target, (address, &pod), record) {
+                Ok(()) => candidates.push((address, pod)),
+                Err(error) => last_error = Some(error),
+            }
+        }
+        for (attempts, (address, pod)) in candidates.iter().enumerate() {
             let remaining_time = deadline.saturating_duration_since(Instant::now());
             let attempts_left = u32::try_from(candidates.len() - attempts).unwrap_or(u32::MAX);
-            if let Err(unknown) = route::check_pod_elsewhere(address.ip(), &shared.nodes) {
+            if let Err(unknown) = direct::check_same_pod(&shared.nodes, address.ip(), pod) {
                 last_error = Some(unknown);
                 continue;
             }
             let dialling = direct::dial_address(
-                (&target.host_port, **address),
+                (&target.host_port, *address),
                 remaining_time / attempts_left,
                 &self.proxy.listener.exhaustion_throttle,
             );
             match dialling.await {
                 Ok(tcp) => {
-                    record.set_direct_address(**address);
-                    return Ok((tcp, **address));
+                    record.set_direct_address(*address, pod.clone());
+                    return Ok((tcp, *address, pod.clone()));
                 }
                 Err(error) => last_error = Some(error),
             }
@@ -431,9 +437,9 @@ impl EgressConnection {
         loop {
             ticks.tick().await;
             let result = match destination {
-                OpenDestination::Address(target, address) => {
+                OpenDestination::Address(target, address, pod) => {
                     if target.is_current(&self.proxy.shared.egress.load()) {
-                        self.authorize_address(target, *address, record)
+                        self.authorize_address(target, (*address, pod), record)
                     } else {
                         Err(self.denied(target))
                     }
@@ -466,20 +472,26 @@ impl EgressConnection {
         }
     }
 
-    /// Checks that a rule allows this address, and records the rule.
+    /// Checks that a rule allows this address of a pod, or of no pod, and records the rule.
     fn authorize_address(
         &self,
         target: &EgressTarget,
-        address: SocketAddr,
+        (address, pod): (SocketAddr, &DestinationPod),
         record: &AccessRecord,
     ) -> Result<(), Error> {
         let shared = &self.proxy.shared;
         // Also if this host is a node of the cluster: an edge must not reach its services by a wide rule.
         let is_own = host_addresses::is_own(address.ip());
         let egress = shared.egress.load();
-        let rule =
-            self.with_subject(|subject| subject.address_rule((target, address, is_own), &egress));
-        record.set_matched_rule(rule.ok_or_else(|| self.denied(target))?);
+        let address = (address, is_own, pod);
+        let rule = self.with_subject(|subject| subject.address_rule(target, address, &egress));
+        let rule = rule.ok_or_else(|| match pod {
+            DestinationPod::Undecided(reason) if egress.depends_on_pods() => {
+                Reason::DependencyUnavailable.error(reason.to_string())
+            }
+            _ => self.denied(target),
+        })?;
+        record.set_matched_rule(rule);
         Ok(())
     }
 
@@ -488,7 +500,7 @@ impl EgressConnection {
         let egress = self.proxy.shared.egress.load();
         let rule = self.with_subject(|subject| subject.node_rule(route, &egress));
         let rule = rule.ok_or_else(|| {
-            let Route { node, target } = route;
+            let Route { node, target, .. } = route;
             self.denial(&format!("port {} of node {node}", target.port))
         })?;
         record.set_matched_rule(rule);

@@ -210,10 +210,7 @@ impl Proxy {
         client: &ClientIdentity,
         (node, port): (&NodeName, u16),
     ) -> Result<bool, Error> {
-        let route = Route {
-            node: node.clone(),
-            target: Target::new(node, port),
-        };
+        let route = Route::new(node.clone(), Target::new(node, port));
         let request = AuthzRequest {
             client,
             remote_address: connection.peer,

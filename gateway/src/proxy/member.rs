@@ -334,10 +334,10 @@ fn copy_repeatable(
 fn member_route(ask: &AuthzRequest<'_>, name: &NodeName) -> Route {
     match ask.destination {
         Destination::Node(route) if route.node == *name => route.clone(),
-        destination => Route {
-            node: name.clone(),
-            // A listener for a set of nodes serves no services.
-            target: Target::new(name, destination.port().unwrap_or(0)),
-        },
+        // A listener for a set of nodes serves no services.
+        destination => Route::new(
+            name.clone(),
+            Target::new(name, destination.port().unwrap_or(0)),
+        ),
     }
 }

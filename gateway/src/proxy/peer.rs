@@ -387,10 +387,7 @@ async fn open_own_stream(
     forwarded: &ForwardedFields,
 ) -> Result<Option<(OpenStream, Permits, NodeName)>, Error> {
     let (node, client) = parse_forwarded(forwarded)?;
-    let route = Route {
-        node,
-        target: target.clone(),
-    };
+    let route = Route::new(node, target.clone()).with_pod(&shared.nodes);
     authorize(shared, &route, (client, kind, &head)).await?;
     let node = route.node;
     let (selected, _) = shared

@@ -73,7 +73,7 @@ pub(super) async fn or_route(
     };
     let port = pods.port.ok_or(error)?;
     let target = Target::new(&node, port);
-    Ok(Route { node, target })
+    Ok(Route::new(node, target))
 }
 
 /// Returns the namespace and name of the pod in a path of kubelet's API.

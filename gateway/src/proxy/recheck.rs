@@ -135,10 +135,13 @@ impl Proxy {
             identified => (identified?, None),
         };
         record.set_client(&client);
-        if let Some(address) = record.direct_address() {
+        let direct_address = record.direct_address();
+        if let Some((address, _)) = direct_address {
             direct::check(&self.listener, &self.shared.nodes, address)?;
         }
-        let direct_destination = record.direct_address().map(Destination::Direct);
+        let direct_destination = direct_address
+            .as_ref()
+            .map(|(address, pod)| Destination::Direct(*address, pod));
         // If neither is known, the stream has not been authorized yet.
         let Some(destination) = route.as_ref().map(Destination::Node).or(direct_destination) else {
             return dependency_unavailable.map_or(Ok(()), Err);

@@ -17,7 +17,11 @@
 
 use crate::{
     error::{Error, Reason},
-    state::{Nodes, nodes::AddressMatch, pods::PodMatch},
+    state::{
+        Nodes,
+        nodes::AddressMatch,
+        pods::{DestinationPod, PodMatch},
+    },
 };
 use causeway_certs::NodeName;
 use causeway_tunnel::{Target, target};
@@ -73,9 +77,30 @@ pub struct Route {
     pub node: NodeName,
     /// Target that its edge dials: the node itself by its name, one of its services, or a pod's address.
     pub target: Target,
+    /// Pod that has the address in the target, for the policy. It stays the same while the stream is open.
+    pub pod: DestinationPod,
 }
 
 impl Route {
+    /// Returns the route to a target that no Pod object names.
+    pub fn new(node: NodeName, target: Target) -> Self {
+        Self {
+            node,
+            target,
+            pod: DestinationPod::None,
+        }
+    }
+
+    /// Finds the pod to which the route leads.
+    pub(crate) fn with_pod(mut self, nodes: &Nodes) -> Self {
+        if self.is_to_pod()
+            && let Some(address) = self.target.ip()
+        {
+            self.pod = nodes.destination_pod(address, Some(&self.node));
+        }
+        self
+    }
+
     /// Returns the service of the node, if the route leads to one.
     pub fn service(&self) -> Option<&str> {
         self.target.service_of(self.node.as_str())
@@ -184,7 +209,7 @@ pub fn find_route(input: &RouteInput<'_>, nodes: &Nodes) -> Result<Route, Error>
         Some(pod) => Target::new(pod.to_string(), port),
         None => Target::new(&node, port),
     };
-    Ok(Route { node, target })
+    Ok(Route::new(node, target).with_pod(nodes))
 }
 
 /// Returns the route to a service, if the SNI or the authority names one, and the authority names no node.
@@ -226,10 +251,7 @@ fn find_service_route(
 }
 
 fn service_route(node: &NodeName, service: &str, port: Option<u16>) -> Route {
-    Route {
-        target: Target::service(service, node.as_str(), port),
-        node: node.clone(),
-    }
+    Route::new(node.clone(), Target::service(service, node.as_str(), port))
 }
 
 /// Returns the error of a request whose sources name different nodes or services.

@@ -9,6 +9,7 @@
 //! A table that was not loaded yet, that has too many pods, or whose source was lost for five minutes, names no pod at
 //! all.
 
+use super::policy::PodInput;
 use arc_swap::ArcSwap;
 use causeway_certs::NodeName;
 use causeway_rt::log_throttle::LogThrottle;
@@ -80,6 +81,34 @@ pub enum PodMatch {
     Unknown,
     /// The pod is not known now, for this reason.
     Undecided(Arc<str>),
+}
+
+/// Pod to which a stream goes, as it was when the stream was routed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum DestinationPod {
+    /// The stream does not go to a pod that a Pod object names.
+    #[default]
+    None,
+    /// The only pod that has the address, as `NAMESPACE/NAME`.
+    Pod(Arc<str>),
+    /// No pod, or several pods, have the address, which can only be that of a pod.
+    Unknown,
+    /// The pods are not known now, for this reason.
+    Undecided(Arc<str>),
+}
+
+impl DestinationPod {
+    /// Returns the input of rules.
+    pub fn policy_input(&self) -> PodInput<'_> {
+        match self {
+            Self::None => PodInput::None,
+            Self::Pod(name) => match name.split_once('/') {
+                Some((namespace, _)) => PodInput::Namespace(namespace),
+                None => PodInput::Unknown,
+            },
+            Self::Unknown | Self::Undecided(_) => PodInput::Unknown,
+        }
+    }
 }
 
 /// Read access to the table. Cheap to clone; reads never wait. Empty until pods are followed.
@@ -175,6 +204,13 @@ pub(super) fn parse_host(host: &str) -> Option<String> {
         && target::is_service_name(namespace)
         && name.split('.').all(target::is_service_name);
     is_name.then(|| format!("{namespace}/{name}"))
+}
+
+/// Returns the namespace of the pod that the host `NAME.NAMESPACE.pod` means. The pod need not exist.
+pub fn namespace_of_host(host: &str) -> Option<String> {
+    let key = parse_host(host)?;
+    let (namespace, _) = key.split_once('/')?;
+    Some(namespace.to_owned())
 }
 
 impl PodTable {

@@ -7,7 +7,7 @@
 //! 3. The lowest bit that remains is the first rule that matches. Without one, nothing is allowed.
 //!
 //! An unknown value counts as the worst case. A TCP session may carry any method and path, and a path that upstreams read in two
-//! ways may be any path. Such a value matches no rule that allows only some values, and every rule that denies some. A denied
+//! ways may be any path. Which of several pods has an address may be unknown. Such a value matches no rule that allows only some values, and every rule that denies some. A denied
 //! path is denied in lower and upper case. The same holds for services of a node, which a rule may not have thought of: only a rule
 //! that names services allows them, and a rule that denies the whole node denies them.
 
@@ -62,6 +62,8 @@ pub struct PolicyInput<'a> {
     pub labels: &'a BTreeMap<String, String>,
     /// Service of the node, if the stream goes to one.
     pub service: Option<&'a str>,
+    /// Pod to which the stream goes.
+    pub pod: PodInput<'a>,
     /// Port of the node or address; `None` for a service.
     pub port: Option<u16>,
     /// The kind of stream.
@@ -80,6 +82,18 @@ impl PolicyInput<'_> {
             Action::Request | Action::Upgrade => canonical(self.path),
         }
     }
+}
+
+/// Pod to which a stream goes, as far as rules depend on it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PodInput<'a> {
+    /// The stream does not go to a pod that a Pod object names.
+    #[default]
+    None,
+    /// A pod in this namespace.
+    Namespace(&'a str),
+    /// A pod, but it is not known which one.
+    Unknown,
 }
 
 /// Decision of the policy, with the rule that made it.
@@ -113,6 +127,10 @@ pub struct Policy {
     /// Conditions on labels, by the rarest label of each rule.
     labels: Condition<Labels>,
     services: Condition<Patterns>,
+    /// Conditions on namespaces of pods.
+    pods: Condition<Patterns>,
+    /// Rules that deny some pods.
+    deny_pods: RuleSet,
     /// Rules that deny services although they name none.
     deny_services: RuleSet,
     ports: Condition<Prefixes<16>>,
@@ -147,6 +165,25 @@ impl Policy {
     /// Whether any rule depends on the pool of a node.
     pub fn depends_on_pools(&self) -> bool {
         self.pools.is_named()
+    }
+
+    /// Whether any rule depends on the pod to which a stream goes.
+    pub fn depends_on_pods(&self) -> bool {
+        self.pods.is_named()
+    }
+
+    /// Returns a matching namespace for each pattern of namespaces of a rule.
+    pub fn sample_pod_namespaces(&self) -> impl Iterator<Item = String> {
+        let patterns = self.rules.iter().flat_map(|rule| &rule.pod_namespaces);
+        patterns.map(|pattern| pattern.replace('*', "x"))
+    }
+
+    /// Returns the first rule that depends on the pod to which a stream goes.
+    pub fn first_rule_of_pods(&self) -> Option<&MatchedRule> {
+        let mut rules = self.rules.iter();
+        rules
+            .find(|rule| !rule.pod_namespaces.is_empty())
+            .map(|rule| &rule.matched)
     }
 
     /// Returns the rules that depend on labels of a node, each with all labels that a node must have.
@@ -188,6 +225,7 @@ impl Policy {
             labels.find(input.labels, into);
         });
         self.narrow_by_service(input, &mut remaining);
+        self.narrow_by_pod(input, &mut remaining);
         self.ports.narrow(&mut remaining, |ports, into| {
             if let Some(port) = input.port {
                 ports.find(port.into(), into);
@@ -263,6 +301,15 @@ impl Policy {
             None => self.services.narrow(remaining, |_, _| {}),
         }
     }
+
+    fn narrow_by_pod(&self, input: &PolicyInput<'_>, remaining: &mut index::RemainingRules) {
+        self.pods
+            .narrow(remaining, |namespaces, into| match input.pod {
+                PodInput::Namespace(namespace) => namespaces.find(namespace, into),
+                PodInput::Unknown => into.add(&self.deny_pods),
+                PodInput::None => {}
+            });
+    }
 }
 
 fn find_address(
@@ -306,6 +353,12 @@ impl PolicyReader {
             .load()
             .as_ref()
             .is_some_and(|rules| rules.depends_on_nodes())
+    }
+
+    /// Whether any rule depends on the pod to which a stream goes.
+    pub fn depends_on_pods(&self) -> bool {
+        let rules = self.0.policy.load();
+        rules.as_ref().is_some_and(|rules| rules.depends_on_pods())
     }
 
     /// Returns the current rules, if there are any.

@@ -7,6 +7,7 @@
 //! | --- | --- | --- | --- |
 //! | nodes, addresses and pods of the cluster | undecided, nothing is dialled | as last known | an address is nobody's once the cluster says so |
 //! | Pod objects of the cluster | undecided, for addresses and names of pods only | as last known for 5 minutes, then undecided | an address is nobody's |
+//! | namespaces of pods, for the policy | undecided, for addresses and names of pods only | as last known for 5 minutes, then undecided | no rule that allows pods matches, and each rule that denies some |
 //! | labels and pools, for the policy | undecided | as last known | no rule that names one matches |
 //! | records and revocations | the gateway does not start | as last read | as last read |
 //! | policy | the gateway does not start | as last read | as last read (`src/reload.rs`) |
@@ -263,18 +264,23 @@ fn policy(denied: NodeSelector) -> PolicyWriter {
 }
 
 async fn decided(nodes: &Nodes, policy: &PolicyWriter) -> Result<(), Reason> {
+    let route = Route::new(name("edge-1"), Target::new("edge-1", 80));
+    decided_about(nodes, policy, Destination::Node(&route)).await
+}
+
+async fn decided_about(
+    nodes: &Nodes,
+    policy: &PolicyWriter,
+    destination: Destination<'_>,
+) -> Result<(), Reason> {
     let authorizer = PolicyAuthorizer {
         policy: policy.reader(),
         nodes: nodes.clone(),
     };
-    let route = Route {
-        node: name("edge-1"),
-        target: Target::new("edge-1", 80),
-    };
     let ask = AuthzRequest {
         client: &ClientIdentity::for_test("alice"),
         remote_address: RemoteAddr::Unix(0),
-        destination: Destination::Node(&route),
+        destination,
         action: Action::Request,
         method: &Method::GET,
         path: "/",
@@ -309,6 +315,43 @@ async fn a_label_rule_denies_or_is_undecided_while_labels_are_missing() {
         ..NodeSelector::default()
     });
     assert_eq!(decided(&not_yet, &by_name).await, Ok(()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rule_about_pods_denies_or_is_undecided_while_pods_are_missing() {
+    let [_, lost, _] = tables_with_pods(Duration::from_mins(6)).await;
+    let [not_yet, stale, gone] = tables_with_pods(Duration::from_mins(4)).await;
+    let namespaces = |name: &str| {
+        policy(NodeSelector {
+            pod_namespaces: Specified::from(vec![name.to_owned()]),
+            ..NodeSelector::default()
+        })
+    };
+    let (own, other) = (namespaces("a"), namespaces("b"));
+    let undecided = Err(Reason::DependencyUnavailable);
+    for (table, by_own, by_other) in [
+        (&not_yet, undecided, undecided),
+        (&lost, undecided, undecided),
+        (&stale, Err(Reason::Forbidden), Ok(())),
+        (&gone, Err(Reason::Forbidden), Err(Reason::Forbidden)),
+    ] {
+        let target = Target::new("10.244.9.7", 80);
+        let route = Route::new(name("edge-1"), target).with_pod(table);
+        let to_pod = Destination::Node(&route);
+        assert_eq!(decided_about(table, &own, to_pod).await, by_own);
+        assert_eq!(decided_about(table, &other, to_pod).await, by_other);
+        // Rules about pods do not depend on the table for other destinations.
+        assert_eq!(decided(table, &own).await, Ok(()));
+        let address = "10.244.9.7:80".parse().unwrap();
+        let pod = table.destination_pod("10.244.9.7".parse().unwrap(), None);
+        let direct = Destination::Direct(address, &pod);
+        let by_direct = if by_own == undecided {
+            undecided
+        } else {
+            Err(Reason::Forbidden)
+        };
+        assert_eq!(decided_about(table, &own, direct).await, by_direct);
+    }
 }
 
 fn store() -> (tempfile::TempDir, Store) {

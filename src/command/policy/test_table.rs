@@ -18,7 +18,7 @@ use causeway_certs::NodeName;
 use causeway_config::{ConfigError, ConfigErrors, Validate};
 use causeway_gateway::{
     config::policy::Effect,
-    state::{Node, policy::Decision},
+    state::{Node, pods, policy::Decision},
 };
 use hyper::Method;
 use serde::Deserialize;
@@ -77,6 +77,9 @@ struct Expectation {
     /// Service of the node to which the request goes; the URL then needs no port.
     #[serde(default)]
     service: Option<String>,
+    /// Namespace of the pod to which the request goes; the URL then has the pod's node, or the address of a pod that a listener dials itself.
+    #[serde(default)]
+    pod_namespace: Option<String>,
     /// Whether it switches protocols.
     #[serde(default)]
     upgrade: bool,
@@ -92,7 +95,11 @@ impl Expectation {
         let method = Method::from_str(&self.method)
             .with_context(|| format!("\"{}\" is not an HTTP method", self.method))?;
         let request =
-            RequestSpec::parse(&method, (&self.url, self.service.as_deref()), self.upgrade)?;
+            RequestSpec::parse(&method, (&self.url, self.service.as_deref()), self.upgrade)?
+                .to_pod(self.pod_namespace.as_deref())?;
+        if self.service.is_some() && self.pod_namespace.is_some() {
+            bail!("has both service and pod_namespace; a request goes to a service or to a pod");
+        }
         Ok((method, request))
     }
 
@@ -124,6 +131,16 @@ impl Validate for TestTable {
                     },
                 )) if !is_listed(&node) => {
                     faults.add(path, format!("{node} is missing from `nodes`; add it, with {{}} if it has no confirmed attributes"));
+                }
+                Ok((
+                    _,
+                    RequestSpec {
+                        to: To::Node(node), ..
+                    },
+                )) if !self.nodes.contains_key(node.as_str()) => {
+                    if let Some(namespace) = pods::namespace_of_host(node.as_str()) {
+                        faults.add(path, format!("{node} is the name of a pod; write the pod's node in the URL, and `pod_namespace: {namespace}`"));
+                    }
                 }
                 Ok(_) => {}
             }

@@ -39,6 +39,7 @@ impl Files {
             labels: Vec::new(),
             upgrade: true,
             service: None,
+            pod_namespace: None,
             data: DataDir {
                 data_dir: self.0.path().join("data"),
             },
@@ -70,7 +71,9 @@ fn a_request_without_a_scheme_is_no_url() {
 fn decided(ask: &PolicyCheck) -> String {
     let rules = read(&ask.file.policy).unwrap();
     let mut written =
-        RequestSpec::parse(&ask.method, (&ask.url, ask.service.as_deref()), ask.upgrade).unwrap();
+        RequestSpec::parse(&ask.method, (&ask.url, ask.service.as_deref()), ask.upgrade)
+            .and_then(|request| request.to_pod(ask.pod_namespace.as_deref()))
+            .unwrap();
     let client = Subject {
         user: ask.user.as_deref(),
         groups: &ask.groups,
@@ -331,4 +334,134 @@ fn the_service_of_a_request_is_given_by_its_own_argument() {
     assert!(decides("https://edge-1/jobs", Some("printer")));
     assert!(!decides("https://edge-1/jobs", Some("scanner")));
     assert!(!decides("https://edge-1:631/jobs", None));
+}
+
+#[test]
+fn the_pod_of_a_request_is_given_by_its_namespace_and_its_node() {
+    let files = Files::new();
+    let text = "\
+rules:
+  - { name: shops, where: { pod_namespaces: [shop] }, then: allow }
+  - { name: north, where: { nodes: [edge-1] }, what: { ports: [9100] }, then: allow }
+";
+    let mut ask = files.ask("edge-1");
+    ask.file.policy = files.write("pods.yaml", text);
+    for (method, url, namespace, said) in [
+        (
+            Method::GET,
+            "https://edge-1:8080/",
+            Some("shop"),
+            "allow: shops (policy.yaml:2)",
+        ),
+        (
+            Method::GET,
+            "https://edge-1:8080/",
+            Some("bank"),
+            "deny: no rule of policy.yaml matches",
+        ),
+        (
+            Method::GET,
+            "https://edge-1:8080/",
+            None,
+            "deny: no rule of policy.yaml matches",
+        ),
+        (
+            Method::GET,
+            "https://edge-1:9100/",
+            Some("bank"),
+            "allow: north (policy.yaml:3)",
+        ),
+        (
+            Method::CONNECT,
+            "10.250.0.7:80",
+            Some("shop"),
+            "allow: shops (policy.yaml:2)",
+        ),
+        (
+            Method::CONNECT,
+            "10.250.0.7:80",
+            None,
+            "deny: no rule of policy.yaml matches",
+        ),
+    ] {
+        ask.method = method;
+        ask.url = url.to_owned();
+        ask.pod_namespace = namespace.map(str::to_owned);
+        assert_eq!(decided(&ask), said, "{url} {namespace:?}");
+    }
+    ask.method = Method::GET;
+    for (url, namespace, says) in [
+        ("https://web.shop.pod:80/", None, "--pod-namespace shop"),
+        (
+            "https://web.shop.pod:80/",
+            Some("shop"),
+            "--pod-namespace shop",
+        ),
+        (
+            "https://edge-1:80/",
+            Some("web.shop"),
+            "not the name of a namespace",
+        ),
+    ] {
+        ask.url = url.to_owned();
+        ask.pod_namespace = namespace.map(str::to_owned);
+        let error = check(&ask).unwrap_err();
+        assert!(!error.is::<Denied>(), "{url}");
+        assert!(error.to_string().contains(says), "{url}: {error}");
+    }
+}
+
+#[test]
+fn a_table_tests_requests_to_pods() {
+    let files = Files::new();
+    let rules = "rules: [{ where: { pod_namespaces: [shop] }, then: allow }]\n";
+    files.write("policy.yaml", rules);
+    let test = |request: &str| {
+        let text = format!(
+            "policy: policy.yaml\nexpect:\n  - {{ as: ann, method: GET, {request}, then: allow }}\n"
+        );
+        let table = files.write("table.yaml", &text);
+        test_table::run(&PolicyTest {
+            policy: None,
+            table,
+        })
+        .map_err(|error| format!("{error:#}"))
+    };
+    let url = "url: 'https://edge-1:80/'";
+    assert_eq!(test(&format!("{url}, pod_namespace: shop")), Ok(()));
+    for (request, says) in [
+        (format!("{url}, pod_namespace: bank"), "1 of 1"),
+        (url.to_owned(), "1 of 1"),
+        (
+            format!("{url}, pod_namespace: shop, service: db"),
+            "both service and pod_namespace",
+        ),
+        (
+            "url: 'https://web.shop.pod:80/'".to_owned(),
+            "pod_namespace: shop",
+        ),
+    ] {
+        let error = test(&request).unwrap_err();
+        assert!(error.contains(says), "{request}: {error}");
+    }
+}
+
+#[test]
+fn rules_about_pods_are_refused_without_pod_objects() {
+    let files = Files::new();
+    let text = "rules:\n  - { where: { pod_namespaces: [shop] }, then: deny }\n";
+    let rules = read(&files.write("pods.yaml", text)).unwrap();
+    let error = check_pods(&rules, Some(&Kubernetes::default())).unwrap_err();
+    let error = error.to_string();
+    assert!(
+        error.contains("rules[0] (line 2)") && error.contains("set kubernetes.pods"),
+        "{error}"
+    );
+    let kubernetes = Kubernetes {
+        pods: Some(config::KubernetesPods::default()),
+        ..Kubernetes::default()
+    };
+    assert!(check_pods(&rules, Some(&kubernetes)).is_ok());
+    let other = read(&files.write("other.yaml", RULES)).unwrap();
+    assert!(check_pods(&other, None).is_ok());
 }

@@ -24,6 +24,12 @@ fn a_rule_with_conditions_is_valid() {
     assert_eq!(faults(json!({})), [""; 0]);
     let direct = json!({ "where": { "direct": ["10.96.0.0/12", "fd00::1"] } });
     assert_eq!(faults(direct), [""; 0]);
+    for place in [
+        json!({ "pod_namespaces": ["shop", "team-*"], "nodes": ["edge-*"] }),
+        json!({ "pod_namespaces": ["*"], "direct": ["10.244.0.0/16"] }),
+    ] {
+        assert_eq!(faults(json!({ "where": place })), [""; 0]);
+    }
     for rule in [rule, json!({ "then": "allow" })] {
         let read: Rule = from_value(rule).unwrap();
         let written = serde_json::to_value(&read).unwrap();
@@ -53,6 +59,10 @@ fn a_present_but_empty_list_is_a_fault_and_never_any() {
         (
             json!({ "where": { "services": [] } }),
             "rules[0].where.services",
+        ),
+        (
+            json!({ "where": { "pod_namespaces": [] } }),
+            "rules[0].where.pod_namespaces",
         ),
         (json!({ "what": {} }), "rules[0].what"),
         (
@@ -91,6 +101,14 @@ fn a_rule_that_cannot_match_is_a_fault() {
         (
             json!({ "where": { "services": ["ssh"] }, "what": { "ports": [22] } }),
             "rules[0].what.ports",
+        ),
+        (
+            json!({ "where": { "pod_namespaces": ["web.shop"] } }),
+            "rules[0].where.pod_namespaces[0]",
+        ),
+        (
+            json!({ "where": { "pod_namespaces": ["shop"], "services": ["ssh"] } }),
+            "rules[0].where.pod_namespaces",
         ),
         (json!({ "who": { "users": [""] } }), "rules[0].who.users[0]"),
         (

@@ -687,6 +687,24 @@ fn egress_rules_name_their_destinations_and_no_empty_lists() {
 }
 
 #[test]
+fn namespaces_of_pods_in_egress_rules_are_names() {
+    let with = |namespace: &str| {
+        let rules = json!([{ "to": { "pod_namespaces": [namespace] } }]);
+        let kubernetes = json!({ "pod_networks": ["10.244.0.0/16"], "pods": {} });
+        faults(json!({ "egress": { "rules": rules }, "kubernetes": kubernetes }))
+    };
+    assert_eq!(with("shop-*"), Vec::<String>::new());
+    for namespace in ["web.shop", "Shop", ""] {
+        let faults = with(namespace);
+        let path = "egress.rules[0].to.pod_namespaces[0]: ";
+        assert!(
+            faults.len() == 1 && faults[0].starts_with(path),
+            "{faults:?}"
+        );
+    }
+}
+
+#[test]
 fn faults_of_egress_rules_name_their_keys() {
     let rule = |rule: Value| json!({ "egress": { "destinations": { "api": "10.0.0.1:6443" }, "rules": [rule] } });
     let to = || json!({ "destinations": ["api"] });
@@ -700,6 +718,11 @@ fn faults_of_egress_rules_name_their_keys() {
             json!({ "to": { "destinations": ["ap"] } }),
             "egress.rules[0].to.destinations[0]",
             "not a key of egress.destinations",
+        ),
+        (
+            json!({ "to": { "pod_namespaces": ["shop"] } }),
+            "egress.rules[0].to.pod_namespaces",
+            "set kubernetes.pods",
         ),
         (
             json!({ "to": { "names": ["Example.com"] } }),

@@ -65,10 +65,8 @@ mod tests {
     use causeway_tunnel::Target;
 
     fn asked(act: Action, method: &str, path: &str) -> (&'static str, &'static [&'static str]) {
-        let route = Route {
-            target: Target::new("edge-1", 10250),
-            node: NodeName::parse("edge-1").unwrap(),
-        };
+        let node = NodeName::parse("edge-1").unwrap();
+        let route = Route::new(node, Target::new("edge-1", 10250));
         let ask = AuthzRequest {
             client: &ClientIdentity::for_test("ann"),
             remote_address: RemoteAddr::Unix(0),

@@ -4,7 +4,10 @@ use crate::{
     config::{Egress, EgressRule, matches_any},
     error::{Error, Reason},
     proxy::{direct::special_addresses, route::Route},
-    state::policy::MatchedRule,
+    state::{
+        pods::DestinationPod,
+        policy::{MatchedRule, PodInput},
+    },
 };
 use causeway_certs::NodeName;
 use causeway_tunnel::Target;
@@ -87,20 +90,33 @@ impl fmt::Display for EgressTarget {
 }
 
 impl Subject<'_> {
-    /// Whether any rule can allow the destination, depending on its addresses. Otherwise its name must not be resolved.
-    pub(super) fn may_reach(self, target: &EgressTarget, egress: &Egress) -> bool {
+    /// Whether any rule can allow the destination, depending on its addresses. Otherwise its name must not be resolved. `namespace` is
+    /// that in the name of a pod.
+    pub(super) fn may_reach(
+        self,
+        (target, namespace): (&EgressTarget, Option<&str>),
+        egress: &Egress,
+    ) -> bool {
+        let is_address = target.host_port.ip().is_some();
+        let may_be_pod = |rule: &EgressRule| match namespace {
+            Some(namespace) => matches_any(&rule.to.pod_namespaces, namespace),
+            None => is_address && !rule.to.pod_namespaces.is_empty(),
+        };
         let mut rules = self.rules(egress, target.host_port.port);
-        rules.any(|(_, rule)| target.is_listed_by_name(rule) || !rule.to.networks.0.is_empty())
+        rules.any(|(_, rule)| {
+            target.is_listed_by_name(rule) || !rule.to.networks.0.is_empty() || may_be_pod(rule)
+        })
     }
 
     /// Returns the first rule that allows a connection to an address of the destination. `is_own` is whether the address belongs to
-    /// the gateway's machine.
+    /// the gateway's machine, and `pod` is the pod that has the address.
     ///
-    /// A rule that lists a name allows the ordinary addresses of the name. An address that is special is allowed only by a network,
-    /// or by a named destination that is this address.
+    /// A rule that lists a name, or the namespace of the pod, allows ordinary addresses. An address that is special is allowed only by a
+    /// network, or by a named destination that is this address.
     pub(super) fn address_rule(
         self,
-        (target, address, is_own): (&EgressTarget, SocketAddr, bool),
+        target: &EgressTarget,
+        (address, is_own, pod): (SocketAddr, bool, &DestinationPod),
         egress: &Egress,
     ) -> Option<MatchedRule> {
         let ip = address.ip();
@@ -108,7 +124,7 @@ impl Subject<'_> {
         let is_usable = is_explicit || special_addresses::is_ordinary(ip, is_own);
         let is_allowed = |rule: &EgressRule| {
             let mut networks = rule.to.networks.0.iter();
-            (is_usable && target.is_listed_by_name(rule))
+            (is_usable && (target.is_listed_by_name(rule) || is_in_namespaces(pod, rule)))
                 || networks.any(|net| special_addresses::is_allowed_in(ip, net, is_own))
         };
         let mut rules = self.rules(egress, address.port());
@@ -117,11 +133,14 @@ impl Subject<'_> {
             .map(|(index, rule)| matched(index, rule))
     }
 
-    /// Returns the first rule that allows connections to a port of another node.
+    /// Returns the first rule that allows connections to a port of another node, or of a pod there.
     pub(super) fn node_rule(self, route: &Route, egress: &Egress) -> Option<MatchedRule> {
         let mut rules = self.rules(egress, route.target.port);
         rules
-            .find(|(_, rule)| matches_any(&rule.to.nodes, route.node.as_str()))
+            .find(|(_, rule)| {
+                matches_any(&rule.to.nodes, route.node.as_str())
+                    || is_in_namespaces(&route.pod, rule)
+            })
             .map(|(index, rule)| matched(index, rule))
     }
 
@@ -135,6 +154,14 @@ impl Subject<'_> {
                 ports.is_none_or(|ports| ports.iter().any(|range| range.0.contains(&port)));
             has_subject && has_port
         })
+    }
+}
+
+/// Whether a rule lists the namespace of a pod.
+fn is_in_namespaces(pod: &DestinationPod, rule: &EgressRule) -> bool {
+    match pod.policy_input() {
+        PodInput::Namespace(namespace) => matches_any(&rule.to.pod_namespaces, namespace),
+        PodInput::None | PodInput::Unknown => false,
     }
 }
 

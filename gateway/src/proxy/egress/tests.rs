@@ -1,7 +1,7 @@
 //! Decisions by the rules.
 
 use super::rules::{EgressTarget, Subject};
-use crate::{config::Egress, proxy::route::Route};
+use crate::{config::Egress, proxy::route::Route, state::pods::DestinationPod};
 use causeway_certs::NodeName;
 use causeway_tunnel::Target;
 use serde_json::{Value, json};
@@ -41,8 +41,12 @@ fn allowed_by(rules: &Value, target: &str, address: &str) -> Option<String> {
     let address = SocketAddr::new(ip, target.host_port.port);
     let is_own = ip.to_canonical() == IpAddr::from([10, 0, 0, 7]);
     with_subject("edge-1", |subject| {
-        let rule = subject.address_rule((&target, address, is_own), &rules)?;
-        assert!(subject.may_reach(&target, &rules), "{target} is resolved");
+        let address = (address, is_own, &DestinationPod::None);
+        let rule = subject.address_rule(&target, address, &rules)?;
+        assert!(
+            subject.may_reach((&target, None), &rules),
+            "{target} is resolved"
+        );
         Some(rule.rule.to_string())
     })
 }
@@ -159,17 +163,17 @@ fn a_name_is_resolved_only_if_a_rule_can_allow_it() {
     ] {
         let rules = egress(&json!([{ "to": to }]));
         let target = egress_target("secret.internal:443", &rules);
-        let found = with_subject("edge-1", |subject| subject.may_reach(&target, &rules));
+        let found = with_subject("edge-1", |subject| {
+            subject.may_reach((&target, None), &rules)
+        });
         assert_eq!(found, resolved, "{to}");
     }
 }
 
 #[test]
 fn nodes_are_reached_only_by_rules_for_nodes() {
-    let route = Route {
-        node: NodeName::parse("edge-2").unwrap(),
-        target: Target::new("edge-2", 9100),
-    };
+    let node = NodeName::parse("edge-2").unwrap();
+    let route = Route::new(node, Target::new("edge-2", 9100));
     for (to, allowed) in [
         (json!({ "nodes": ["edge-2"] }), true),
         (json!({ "nodes": ["*"], "ports": [9100] }), true),
@@ -202,5 +206,47 @@ fn a_destination_is_current_while_its_name_has_the_same_address() {
         let after = with(destinations);
         assert_eq!(named.is_current(&after), is_current, "{after:?}");
         assert!(host.is_current(&after));
+    }
+}
+
+#[test]
+fn pods_are_reached_by_rules_for_their_namespaces() {
+    let pod = DestinationPod::Pod("shop/web".into());
+    let node = NodeName::parse("edge-2").unwrap();
+    let mut route = Route::new(node, Target::new("10.250.0.7", 80));
+    let address: SocketAddr = "10.250.0.7:80".parse().unwrap();
+    for (to, allowed) in [
+        (json!({ "pod_namespaces": ["shop"] }), true),
+        (json!({ "pod_namespaces": ["sh*"], "ports": [80] }), true),
+        (json!({ "pod_namespaces": ["sh*"], "ports": [22] }), false),
+        (json!({ "pod_namespaces": ["bank"] }), false),
+    ] {
+        let rules = egress(&json!([{ "to": to }]));
+        let by_name = egress_target("web.shop.pod:80", &rules);
+        let by_address = egress_target("10.250.0.7:80", &rules);
+        let is_allowed = |pod: &DestinationPod, is_own| {
+            with_subject("edge-1", |subject| {
+                let address = (address, is_own, pod);
+                subject.address_rule(&by_address, address, &rules).is_some()
+            })
+        };
+        assert_eq!(is_allowed(&pod, false), allowed, "{to}");
+        for other in [DestinationPod::None, DestinationPod::Unknown] {
+            assert!(!is_allowed(&other, false), "{to} {other:?}");
+            route.pod = other;
+            let rule = with_subject("edge-1", |subject| subject.node_rule(&route, &rules));
+            assert_eq!(rule, None, "{to}");
+        }
+        assert!(!is_allowed(&pod, true), "the gateway's own address");
+        route.pod = pod.clone();
+        let rule = with_subject("edge-1", |subject| subject.node_rule(&route, &rules));
+        assert_eq!(rule.is_some(), allowed, "{to}");
+        let may_reach = |target, namespace| {
+            with_subject("edge-1", |subject| {
+                subject.may_reach((target, namespace), &rules)
+            })
+        };
+        assert_eq!(may_reach(&by_name, Some("shop")), allowed, "{to}");
+        assert!(!may_reach(&egress_target("a.example:80", &rules), None));
     }
 }

@@ -529,3 +529,68 @@ fn the_gateway_dials_only_pods_that_are_known_to_be_elsewhere() {
         assert_eq!(checked.is_ok(), is_dialled, "{address}");
     }
 }
+
+#[test]
+fn a_route_has_the_only_pod_with_the_address_as_it_was() {
+    let (writer, mut pods) = nodes_with_pods();
+    let nodes = writer.reader();
+    let pod = |name: &str| DestinationPod::Pod(name.into());
+    let routed = |host: &str| find_route(&to_pods(None, Some(host)), &nodes).unwrap();
+    for (host, expected) in [
+        ("10.250.7.7", pod("a/web")),
+        ("[::ffff:10.250.7.7]:80", pod("a/web")),
+        ("web.a.pod", pod("a/web")),
+        ("fd10::7", pod("a/dual")),
+        // Addresses and names of nodes, also if a pod claims the address.
+        ("edge-1", DestinationPod::None),
+        ("10.240.0.2", DestinationPod::None),
+    ] {
+        let host = match host.parse() {
+            Ok(IpAddr::V6(_)) => format!("[{host}]"),
+            _ => host.to_owned(),
+        };
+        assert_eq!(routed(&host).pod, expected, "{host}");
+    }
+    let route = routed("10.250.7.7");
+    pods.remove("a/web");
+    assert_eq!(route.clone().with_pod(&nodes).pod, DestinationPod::Unknown);
+    let other = Pod {
+        name: "z/other".into(),
+        node: route.node.clone(),
+        addresses: [address("10.250.7.7:0").ip()].into(),
+        ends_at: None,
+    };
+    pods.upsert(other).unwrap();
+    assert_eq!(routed("10.250.7.7").pod, pod("z/other"));
+    assert_eq!(route.pod, pod("a/web"), "the stream leads to the old pod");
+}
+
+#[test]
+fn an_address_that_the_gateway_dials_has_the_pod_outside_the_edges() {
+    let (writer, mut pods) = nodes_with_pods();
+    let nodes = writer.reader();
+    let at = |text: &str| nodes.destination_pod(text.parse().unwrap(), None);
+    let pod = |name: &str| DestinationPod::Pod(name.into());
+    for (address, expected) in [
+        ("10.244.1.10", pod("c/web")),
+        // A pod at the edge takes no address from a pod elsewhere.
+        ("10.250.9.10", pod("g/webhook")),
+        // Nodes elsewhere, a pod at the edge, no pod, and pods at the edge with one address.
+        ("10.0.0.3", DestinationPod::None),
+        ("10.240.0.3", DestinationPod::None),
+        ("10.250.7.7", DestinationPod::Unknown),
+        ("10.244.1.77", DestinationPod::Unknown),
+        ("10.250.9.9", DestinationPod::Unknown),
+        ("192.0.2.1", DestinationPod::None),
+    ] {
+        assert_eq!(at(address), expected, "{address}");
+    }
+    let second = Pod {
+        name: "x/second".into(),
+        node: NodeName::parse("cloud-1").unwrap(),
+        addresses: [address("10.244.1.10:0").ip()].into(),
+        ends_at: None,
+    };
+    pods.upsert(second).unwrap();
+    assert_eq!(at("10.244.1.10"), DestinationPod::Unknown);
+}

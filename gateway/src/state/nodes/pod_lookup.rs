@@ -1,7 +1,7 @@
 //! Lookup of pods: the table of pods says on which node a pod is, and the table of nodes how that node is reached.
 
 use super::{AddressMatch, Cluster, Nodes, Table};
-use crate::state::pods::{self, Pod, PodLookup, PodMatch};
+use crate::state::pods::{self, DestinationPod, Pod, PodLookup, PodMatch};
 use causeway_certs::NodeName;
 use std::{net::IpAddr, sync::Arc};
 
@@ -68,6 +68,33 @@ impl Nodes {
         matches!(found, AddressMatch::Unknown | AddressMatch::Undecided(_)).then_some(found)
     }
 
+    /// Returns the pod with this address on an edge node, or, without a node, the pod that is not at the edge. A pod at the edge takes no
+    /// address from a pod elsewhere.
+    pub fn destination_pod(&self, address: IpAddr, node: Option<&NodeName>) -> DestinationPod {
+        if !self.is_pod_address(address) {
+            return DestinationPod::None;
+        }
+        let table = self.table.load();
+        let is_destination = |pod: &Pod| match node {
+            Some(node) => pod.node == *node,
+            None => matches!(table.node_of(pod), PodNode::Elsewhere),
+        };
+        let mut pods = match self.pods.by_address(address) {
+            PodLookup::NotFollowed => return DestinationPod::None,
+            PodLookup::Unavailable(reason) => return DestinationPod::Undecided(reason),
+            PodLookup::Unknown => Vec::new(),
+            PodLookup::Pod(pod) => vec![pod],
+            // An address of several pods leads to no edge.
+            PodLookup::Several(_) if node.is_some() => Vec::new(),
+            PodLookup::Several(all) => all,
+        };
+        pods.retain(|pod| is_destination(pod));
+        match pods.as_slice() {
+            [only] => DestinationPod::Pod(only.name.clone()),
+            _ => DestinationPod::Unknown,
+        }
+    }
+
     /// Whether both addresses are those of one pod.
     pub fn is_same_pod(&self, one: IpAddr, other: IpAddr) -> bool {
         one.to_canonical() == other.to_canonical()
@@ -123,6 +150,13 @@ impl Nodes {
             ),
             PodNode::Unknown => PodMatch::Unknown,
         })
+    }
+
+    /// Returns the namespace in the name of a pod, alone or in one of the zones. The pod need not exist.
+    pub fn pod_namespace(&self, name: &str) -> Option<String> {
+        let key = self.parse_pod_name(name)?;
+        let (namespace, _) = key.split_once('/')?;
+        Some(namespace.to_owned())
     }
 
     fn parse_pod_name(&self, name: &str) -> Option<String> {

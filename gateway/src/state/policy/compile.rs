@@ -19,6 +19,8 @@ pub(super) struct CompiledRule {
     pub(super) labels: Vec<(String, String)>,
     /// Patterns of pools.
     pub(super) pools: Vec<String>,
+    /// Patterns of namespaces of pods.
+    pub(super) pod_namespaces: Vec<String>,
 }
 
 /// Condition on one property: the rules that do not restrict it, and an index of the others.
@@ -153,6 +155,8 @@ impl Policy {
             pools: build_condition(rules, |rule| node_selector(rule)?.pools.0.clone()),
             labels: compile_labels(rules),
             services: build_condition(rules, |rule| node_selector(rule)?.services.0.clone()),
+            pods: build_condition(rules, |rule| node_selector(rule)?.pod_namespaces.0.clone()),
+            deny_pods: deny_pods(rules),
             deny_services: deny_services(rules),
             ports: build_condition(rules, |rule| {
                 let ports = request_match(rule)?.ports.0.as_ref()?;
@@ -190,6 +194,15 @@ fn deny_services(rules: &[policy::Rule]) -> RuleSet {
     RuleSet::of(deny_rules.map(|(index, _)| index), rules.len())
 }
 
+fn deny_pods(rules: &[policy::Rule]) -> RuleSet {
+    let is_deny = |(_, rule): &(usize, &policy::Rule)| {
+        let nodes = node_selector(rule);
+        rule.then == Effect::Deny && nodes.is_some_and(|nodes| nodes.pod_namespaces.0.is_some())
+    };
+    let deny_rules = rules.iter().enumerate().filter(is_deny);
+    RuleSet::of(deny_rules.map(|(index, _)| index), rules.len())
+}
+
 fn lowercase_deny_paths(rules: &[policy::Rule]) -> Paths {
     let paths = |rule| request_match(rule)?.paths.0.as_ref();
     let is_deny = |(_, rule): &(usize, &policy::Rule)| rule.then == Effect::Deny;
@@ -204,6 +217,7 @@ fn lowercase_deny_paths(rules: &[policy::Rule]) -> Paths {
 fn compile_rule(rule: &policy::Rule, index: usize) -> CompiledRule {
     let labels = node_selector(rule).and_then(|nodes| nodes.labels.0.clone());
     let pools = node_selector(rule).and_then(|nodes| nodes.pools.0.clone());
+    let pod_namespaces = node_selector(rule).and_then(|nodes| nodes.pod_namespaces.0.clone());
     CompiledRule {
         effect: rule.then,
         matched: MatchedRule {
@@ -212,6 +226,7 @@ fn compile_rule(rule: &policy::Rule, index: usize) -> CompiledRule {
         },
         labels: labels.into_iter().flatten().collect(),
         pools: pools.unwrap_or_default(),
+        pod_namespaces: pod_namespaces.unwrap_or_default(),
     }
 }
 

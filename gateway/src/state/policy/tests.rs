@@ -53,6 +53,7 @@ struct PolicyCase {
     pool: Option<&'static str>,
     labels: BTreeMap<String, String>,
     service: Option<&'static str>,
+    pod: PodInput<'static>,
     port: u16,
     act: Action,
     method: &'static str,
@@ -74,6 +75,7 @@ impl PolicyCase {
                 .map(|(key, value)| (key.to_owned(), value.to_owned()))
                 .into(),
             service: None,
+            pod: PodInput::None,
             port: 10250,
             act: Action::Request,
             method: "GET",
@@ -93,6 +95,7 @@ impl PolicyCase {
             pool: self.pool.filter(|_| self.direct.is_none()),
             labels: &self.labels,
             service: self.service,
+            pod: self.pod,
             port: Some(self.port).filter(|_| self.service.is_none()),
             action: self.act,
             method: self.method,
@@ -713,4 +716,62 @@ fn only_rules_that_name_services_allow_them() {
     ] {
         assert_eq!(decide(rules.clone()), expected, "{rules:?}");
     }
+}
+
+#[test]
+fn a_condition_on_pods_matches_only_known_pods() {
+    let of = |namespaces: Specified<Vec<String>>, then| Rule {
+        r#where: NodeSelector {
+            pod_namespaces: namespaces,
+            ..NodeSelector::default()
+        }
+        .into(),
+        ..rule(then)
+    };
+    let to = |pod| asked(|asked| asked.pod = pod);
+    let all = [
+        PodInput::None,
+        PodInput::Namespace("shop"),
+        PodInput::Namespace("bank"),
+        PodInput::Unknown,
+    ];
+    let anything = rule(Effect::Allow);
+    let on_edge_2 = |then| Rule {
+        r#where: NodeSelector {
+            pod_namespaces: texts(["*"]),
+            nodes: texts(["edge-2"]),
+            ..NodeSelector::default()
+        }
+        .into(),
+        ..rule(then)
+    };
+    for (rules, allowed) in [
+        (vec![anything.clone()], [true; 4]),
+        (
+            vec![of(texts(["shop"]), Effect::Allow)],
+            [false, true, false, false],
+        ),
+        (
+            vec![of(texts(["b*", "s*"]), Effect::Allow)],
+            [false, true, true, false],
+        ),
+        (
+            vec![of(texts(["*"]), Effect::Allow)],
+            [false, true, true, false],
+        ),
+        // A pod that is not known may be in the denied namespace.
+        (
+            vec![of(texts(["shop"]), Effect::Deny), anything.clone()],
+            [true, false, true, false],
+        ),
+        (vec![on_edge_2(Effect::Allow)], [false; 4]),
+        (vec![on_edge_2(Effect::Deny), anything.clone()], [true; 4]),
+    ] {
+        let policy = compiled(rules.clone());
+        assert_eq!(all.map(|pod| to(pod).of(&policy)), allowed, "{rules:?}");
+    }
+    let denied = compiled([of(texts(["shop"]), Effect::Deny), anything]);
+    let service = asked(|asked| asked.service = Some("printer"));
+    assert!(!service.of(&denied), "no rule names the service");
+    assert!(denied.depends_on_pods() && !compiled([rule(Effect::Allow)]).depends_on_pods());
 }
