@@ -41,13 +41,17 @@ impl KubernetesMetrics {
 #[derive(Clone, Debug)]
 pub struct PodMetrics {
     pods: Gauge,
+    limit: Gauge,
+    conflicts: Gauge,
     lost: Gauge,
 }
 
 impl PodMetrics {
-    /// Sets the number of pods in the table.
-    pub fn set_pods(&self, count: usize) {
+    /// Sets the number of pods in the table, the maximum number, and the number of addresses that several running pods have.
+    pub fn set_pods(&self, count: usize, limit: usize, conflicts: usize) {
         self.pods.set(to_i64(count));
+        self.limit.set(to_i64(limit));
+        self.conflicts.set(to_i64(conflicts));
     }
 
     /// Sets the time since which the pods cannot be read, in Unix seconds; `None` while they can be.
@@ -339,6 +343,8 @@ impl Metrics {
     pub fn pod_metrics(&self) -> PodMetrics {
         PodMetrics {
             pods: self.declared.cluster_pods.clone(),
+            limit: self.declared.cluster_pods_limit.clone(),
+            conflicts: self.declared.pod_address_conflicts.clone(),
             lost: self.declared.cluster_pods_lost_timestamp_seconds.clone(),
         }
     }

@@ -273,15 +273,21 @@ impl PodSync {
         };
         self.version = version.or(self.version.take());
         self.proven_at = Instant::now();
-        self.metrics.set_pods(self.pods.count());
+        self.update_metrics();
         Ok(())
+    }
+
+    fn update_metrics(&self) {
+        let pods = &self.pods;
+        self.metrics
+            .set_pods(pods.count(), pods.max_pods(), pods.count_conflicts());
     }
 
     /// Records a complete list. After a version that was too old, only a watch ends the outage: its version may be too
     /// old again.
     fn record_list(&mut self) {
         self.proven_at = Instant::now();
-        self.metrics.set_pods(self.pods.count());
+        self.update_metrics();
         self.outage.hold = None;
         if !self.has_expired {
             self.record_success();
@@ -291,7 +297,7 @@ impl PodSync {
     fn record_success(&mut self) {
         self.proven_at = Instant::now();
         self.pods.set_found();
-        self.metrics.set_pods(self.pods.count());
+        self.update_metrics();
         self.metrics.set_lost(None);
         self.outage.log.log_recovery();
         self.backoff.reset();
@@ -314,7 +320,7 @@ impl PodSync {
             );
         }
         self.pods.set_lost_since(self.proven_at, &why);
-        self.metrics.set_pods(self.pods.count());
+        self.update_metrics();
         if self.outage.fault.is_none() {
             let lost_for = self.proven_at.elapsed().as_secs();
             let since = UnixTime::now().as_secs().saturating_sub(lost_for);

@@ -99,12 +99,19 @@ async fn pods_in_no_pod_cidr_are_reached_on_their_nodes() {
         get(&site, "10.250.0.7", at_two).await.ends_with(" 404")
     })
     .await;
+    let table = async || {
+        let metrics = site.metrics().await;
+        ["cluster_pods", "cluster_pods_limit", "pod_address_conflicts"]
+            .map(|name| metrics.sum(name, &[]))
+    };
+    assert_eq!(table().await, [2, 200_000, 1]);
     let ended = json!({ "phase": "Failed", "podIPs": [{ "ip": "10.250.0.7" }] });
     cluster.put_pod(("shop", "thief"), "edge-1", &ended);
     until("a pod that has ended gives its address up", async || {
         get(&site, "10.250.0.7", at_two).await == "two 200"
     })
     .await;
+    assert_eq!(table().await, [1, 200_000, 0]);
 }
 
 #[tokio::test]

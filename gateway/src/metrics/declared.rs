@@ -117,6 +117,11 @@ declare! {
     cluster_nodes: Family<[Label; 1], Gauge>,
     /// Pods of the cluster with addresses of their own; 0 unless `kubernetes.pods` is set.
     cluster_pods: Gauge,
+    /// Maximum number of such pods (`kubernetes.pods.max_pods`), above which no pod is reached; 0 unless `kubernetes.pods` is set.
+    cluster_pods_limit: Gauge,
+    /// Addresses that several running pods have, so that no edge is reached by them. Counted again at each event of the cluster's API, at
+    /// least once a minute; 0 unless `kubernetes.pods` is set.
+    pod_address_conflicts: Gauge,
     /// Since when the cluster's pods cannot be read, in Unix time; 0 while they can be.
     cluster_pods_lost_timestamp_seconds: Gauge,
     /// Confirmed addresses that several nodes have, so that none of them is reached by it.

@@ -18,7 +18,7 @@ use ipnet::IpNet;
 use rustls_pki_types::UnixTime;
 use std::{
     borrow::Borrow,
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     hash::{BuildHasher, Hash, RandomState},
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     sync::{Arc, OnceLock},
@@ -237,6 +237,12 @@ impl PodTable {
         }
     }
 
+    /// Whether several pods have this address, running or not.
+    fn is_shared(&self, address: IpAddr) -> bool {
+        let all = self.by_address.get(&address);
+        all.is_some_and(|all| all.len() > 1)
+    }
+
     /// Returns the addresses of a pod that the table may contain, each once.
     fn own_addresses(&self, pod: &Pod) -> Vec<IpAddr> {
         let mut addresses: Vec<IpAddr> = Vec::new();
@@ -267,6 +273,8 @@ pub struct PodsWriter {
     pods: Pods,
     max_pods: usize,
     count: usize,
+    /// Addresses that several pods have, running or not.
+    shared: HashSet<IpAddr>,
 }
 
 /// The cluster has more pods than the table may contain.
@@ -282,6 +290,7 @@ impl PodsWriter {
             pods: pods.clone(),
             max_pods,
             count: 0,
+            shared: HashSet::new(),
         })
     }
 
@@ -293,6 +302,18 @@ impl PodsWriter {
     /// Returns the maximum number of pods in the table.
     pub fn max_pods(&self) -> usize {
         self.max_pods
+    }
+
+    /// Returns the number of addresses that several running pods have.
+    pub fn count_conflicts(&self) -> usize {
+        let Some(table) = self.pods.0.get() else {
+            return 0;
+        };
+        let is_conflict = |address: &&IpAddr| {
+            let all = table.by_address.get(*address).unwrap_or_default();
+            all.iter().filter(|pod| pod.is_running()).count() > 1
+        };
+        self.shared.iter().filter(is_conflict).count()
     }
 
     /// Whether a pod has an address for which the table decides.
@@ -325,8 +346,10 @@ impl PodsWriter {
                 by_address.entry(*address).or_default().push(pod.clone());
             }
         }
+        self.shared.clear();
         for (address, pods) in by_address.iter().filter(|(_, pods)| pods.len() > 1) {
             table.log_conflict(*address, pods);
+            self.shared.insert(*address);
         }
         self.count = by_name.len();
         table.by_address.replace(by_address);
@@ -352,21 +375,35 @@ impl PodsWriter {
             return Err(self.overflow());
         } else if known.as_deref() != Some(&pod) {
             self.count += usize::from(known.is_none());
-            table.set(known.as_ref(), Some(&Arc::new(pod)));
+            let pod = Arc::new(pod);
+            table.set(known.as_ref(), Some(&pod));
+            self.update_shared(table, known.iter().chain([&pod]));
         }
         Ok(())
     }
 
     /// Removes the pod with this name, `NAMESPACE/NAME`.
     pub fn remove(&mut self, name: &str) {
-        let known = self
-            .pods
+        let pods = self.pods.clone();
+        let known = pods
             .0
             .get()
             .map(|table| (table, table.by_name.get(name)));
         if let Some((table, Some(pod))) = known {
             self.count -= 1;
             table.set(Some(&pod), None);
+            self.update_shared(table, [&pod].into_iter());
+        }
+    }
+
+    /// Finds out which addresses of these pods several pods have now.
+    fn update_shared<'a>(&mut self, table: &PodTable, pods: impl Iterator<Item = &'a Arc<Pod>>) {
+        for address in pods.flat_map(|pod| &pod.addresses) {
+            if table.is_shared(*address) {
+                self.shared.insert(*address);
+            } else {
+                self.shared.remove(address);
+            }
         }
     }
 
@@ -409,6 +446,7 @@ impl PodsWriter {
             table.by_address.replace(HashMap::new());
             table.by_name.replace(HashMap::new());
         }
+        self.shared.clear();
         self.count = 0;
         error
     }

@@ -458,7 +458,7 @@ fn rules_about_pods_are_refused_without_pod_objects() {
         "{error}"
     );
     let kubernetes = Kubernetes {
-        pods: Some(config::KubernetesPods::default()),
+        pods: Some(config::PodObjects::default()),
         ..Kubernetes::default()
     };
     assert!(check_pods(&rules, Some(&kubernetes)).is_ok());

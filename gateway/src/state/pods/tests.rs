@@ -211,3 +211,40 @@ fn the_host_of_a_pod_is_its_name_and_namespace() {
     let long = format!("{}x.shop.pod", "a.".repeat(122));
     assert_eq!(parse_host(&long), None);
 }
+
+#[test]
+fn addresses_of_several_running_pods_are_counted() {
+    let (_pods, mut writer) = table(4);
+    assert_eq!(writer.count_conflicts(), 0);
+    writer
+        .replace(vec![
+            pod("a/1", "edge-1", &["10.9.0.7", "fd00::7"]),
+            pod("a/2", "edge-2", &["10.9.0.7", "fd00::7"]),
+            pod("a/3", "edge-2", &["10.9.0.8"]),
+        ])
+        .unwrap();
+    assert_eq!(writer.count_conflicts(), 2);
+    writer.upsert(pod("a/4", "edge-3", &["10.9.0.8"])).unwrap();
+    assert_eq!(writer.count_conflicts(), 3);
+    // One moves, one is being deleted, and its time has passed.
+    writer.upsert(pod("a/4", "edge-3", &["10.9.0.9"])).unwrap();
+    assert_eq!(writer.count_conflicts(), 2);
+    let ended = Pod {
+        ends_at: Some(1),
+        ..pod("a/2", "edge-2", &["10.9.0.7", "fd00::7"])
+    };
+    writer.upsert(ended).unwrap();
+    assert_eq!(writer.count_conflicts(), 0);
+    writer.upsert(pod("a/2", "edge-2", &["10.9.0.7"])).unwrap();
+    assert_eq!(writer.count_conflicts(), 1);
+    writer.remove("a/1");
+    assert_eq!(writer.count_conflicts(), 0);
+    writer.upsert(pod("a/1", "edge-1", &["10.9.0.7"])).unwrap();
+    assert_eq!(writer.count_conflicts(), 1);
+    writer
+        .upsert(pod("a/5", "edge-1", &["10.9.0.1"]))
+        .unwrap_err();
+    assert_eq!(writer.count_conflicts(), 0, "the table is out of use");
+    writer.replace(Vec::new()).unwrap();
+    assert_eq!(writer.count_conflicts(), 0);
+}
