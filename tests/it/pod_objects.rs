@@ -3,6 +3,7 @@
 
 use crate::{
     redirect::Pods,
+    server_names::{RESET, UNRECOGNIZED, answer_to, client_hello, server_name_extension},
     world::{
         World,
         app::App,
@@ -21,7 +22,11 @@ use causeway_gateway::{
     state::{ClusterNode, Pod, PodsWriter, Policy, PolicyWriter},
 };
 use serde_json::{Value, json};
-use std::{fs, net::Ipv4Addr, path::Path};
+use std::{
+    fs,
+    net::{Ipv4Addr, SocketAddr},
+    path::Path,
+};
 
 fn configuration(cluster: &Cluster) -> String {
     let kubernetes = json!({
@@ -393,25 +398,75 @@ async fn anonymous_clients_do_not_learn_which_pods_exist() {
     );
 }
 
+/// Returns the answer to a ClientHello with this server name.
+async fn hello(to: SocketAddr, name: &str) -> String {
+    let hello = client_hello(&server_name_extension(&[name.as_bytes()]));
+    answer_to(to, &hello).await
+}
+
 #[tokio::test]
-async fn names_of_pods_are_unknown_at_passthrough_listeners() {
-    need!("curl");
+async fn a_passthrough_listener_leads_to_pods_by_their_names() {
+    need!(NEED);
+    let (street, folder) = (SharedNetwork::new(), tempfile::tempdir().unwrap());
+    let rules = folder.path().join("policy.yaml");
+    let text = "rules: [{ where: { pod_namespaces: [shop] }, then: allow }]\n";
+    fs::write(&rules, text).unwrap();
+    let cluster = Cluster::at(HUB).await;
+    // Each pod has a port of its own, but a listener has one.
+    let port = 9443;
+    let kubernetes = json!({
+        "kubeconfig": cluster.kubeconfig(),
+        "pod_networks": ["10.250.0.0/16"],
+        "pods": {},
+    });
+    let configuration = format!(
+        "listeners: [{{ name: through, protocol: passthrough, listen: \"127.0.0.1:0\", port: {port}, node: edge-1, anonymous: true }}]\n\
+         kubernetes: {kubernetes}\npolicy: {}",
+        rules.display()
+    );
+    let site = GatewayProcess::listening(&format!("{HUB}:0"), &configuration).await;
+    let mut edge = Pods::at(&street, &site, "edge-1", "0.0.0.0/0").await;
+    cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &[]);
+    cluster.node_with_pods("cloud-1", false, &["10.0.0.14"], &[]);
+    edge.pod_at("10.250.0.7", port, "shop").await;
+    edge.pod_at("10.250.0.8", port, "bank").await;
+    cluster.pod("shop", "web", "edge-1", "10.250.0.7");
+    cluster.pod("bank", "web", "edge-1", "10.250.0.8");
+    cluster.pod("shop", "cloud", "cloud-1", "10.250.0.9");
+    let to = site.listener.parse().unwrap();
+    until("the pod is known", async || {
+        hello(to, "web.shop.pod").await.ends_with("shop")
+    })
+    .await;
+    // A client does not learn which pods exist.
+    for name in [
+        "web.bank.pod",
+        "nobody.bank.pod",
+        "nobody.shop.pod",
+        "cloud.shop.pod",
+    ] {
+        assert_eq!(hello(to, name).await, RESET, "{name}");
+    }
+    assert_eq!(hello(to, "web.shop.example").await, UNRECOGNIZED);
+    cluster.delete_pod("shop", "web");
+    until("the pod is gone", async || {
+        hello(to, "web.shop.pod").await == RESET
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn names_of_pods_are_names_at_passthrough_listeners_only_with_pod_objects() {
     let world = World::build().listener(Listener {
         port: Some(9100),
         ..anonymous("through", ListenerProtocol::Passthrough)
     });
     let world = Box::pin(world.start()).await;
+    let to = world.listener("through");
+    assert_eq!(hello(to, "open.a.pod").await, UNRECOGNIZED);
     let _pods = follow_pods(&world);
-    let to = format!("::{}", world.listener("through"));
-    for host in ["open.a.pod", "closed.a.pod", "nobody.a.pod"] {
-        let url = format!("https://{host}:9100/");
-        let ran = Tool::curl().args(["-k", "--connect-to", &to, &url]).run();
-        let ran = ran.await;
-        assert!(
-            ran.stderr.contains("unrecognized name"),
-            "{host}: {}",
-            ran.stderr
-        );
+    for name in ["open.a.pod", "closed.a.pod", "nobody.a.pod", "cloud.a.pod"] {
+        assert_eq!(hello(to, name).await, RESET, "{name}");
     }
 }
 

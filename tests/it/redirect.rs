@@ -617,10 +617,20 @@ impl<'a> Pods<'a> {
     /// Starts a pod with this address, which is also reachable from the hub and answers with this text. Returns its
     /// address. It belongs to the edge's host here, so the edge has to allow this very address.
     pub(crate) async fn pod(&mut self, address: &str, says: &'static str) -> SocketAddr {
+        self.pod_at(address, 0, says).await
+    }
+
+    /// The same, with this port.
+    pub(crate) async fn pod_at(
+        &mut self,
+        address: &str,
+        port: u16,
+        says: &'static str,
+    ) -> SocketAddr {
         self.host.has(address.parse().unwrap());
         let listener = {
             let _there = self.host.enter();
-            TcpListener::bind((address, 0)).await.unwrap()
+            TcpListener::bind((address, port)).await.unwrap()
         };
         let at = listener.local_addr().unwrap();
         self.serving.spawn(saying(listener, says));

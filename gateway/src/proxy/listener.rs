@@ -242,11 +242,10 @@ impl Listener {
             .filter(|_| !is_default || server_name.is_none())
     }
 
-    /// Whether names of pods lead to pods here. Clients of a passthrough listener must not learn which pods exist.
+    /// Whether names of pods lead to pods here. The node of a passthrough listener is that of clients that send no name.
     fn resolves_pod_names(&self) -> bool {
-        self.protocol != ListenerProtocol::Passthrough
-            && self.node.is_none()
-            && self.node_set.is_none()
+        let is_default = self.protocol == ListenerProtocol::Passthrough;
+        (self.node.is_none() || is_default) && self.node_set.is_none()
     }
 
     /// Returns the input of routing from this listener, the server name and the original destination.

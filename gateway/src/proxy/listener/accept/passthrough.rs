@@ -79,10 +79,9 @@ pub(super) async fn read_client_hello(
 /// Whether the nodes are known, and neither the server name nor this listener names one of them.
 fn is_unrecognized(proxy: &Proxy, hello: &PassthroughHello, original: Option<SocketAddr>) -> bool {
     let input = (proxy.listener).connection_route_input(hello.server_name.as_deref(), original);
-    let is_to_pod = |original: SocketAddr| proxy.shared.nodes.is_pod_address(original.ip());
     // A client must not learn which pods exist: a session to an unknown pod ends as one that is not allowed.
     proxy.shared.nodes.pending_reason().is_none()
-        && !original.is_some_and(is_to_pod)
+        && !route::names_pod(&input, &proxy.shared.nodes)
         && route::bound_node(&input, &proxy.shared.nodes).is_none()
 }
 
