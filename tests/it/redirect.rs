@@ -18,6 +18,7 @@ use causeway_gateway::{
     control::nat::{Nat, NatError, PortMap},
     state::{Node, NodesWriter},
 };
+use serde_json::json;
 use std::{
     io::Write,
     net::{IpAddr, Ipv4Addr, SocketAddr},
@@ -645,6 +646,88 @@ impl<'a> Pods<'a> {
         };
         running.finish().await
     }
+}
+
+#[tokio::test]
+async fn with_pod_objects_only_addresses_of_pods_at_edges_are_redirected() {
+    need!(NEED, "curl");
+    let street = SharedNetwork::new();
+    street.opens_up();
+    let cluster = Cluster::at(HUB).await;
+    let kubernetes = json!({
+        "kubeconfig": cluster.kubeconfig(),
+        "pod_networks": ["10.244.0.0/16", "10.250.0.0/16", "fd01::/48"],
+        "pods": {},
+    });
+    let configuration = format!(
+        "listeners: [{{ name: pods, protocol: tcp, listen: \"[::]:0\", original_destination: true, anonymous: true }}]\n\
+         redirect: {{ pods: pods }}\nkubernetes: {kubernetes}\n"
+    );
+    let mut site = GatewayProcess::listening(&format!("{HUB}:0"), &configuration).await;
+    let mut one = Pods::at(&street, &site, "edge-1", "0.0.0.0/0").await;
+    let mut cloud = Pods::elsewhere(&street);
+    cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &["10.244.1.0/24"]);
+    cluster.node_with_pods("edge-2", true, &["10.0.0.12"], &[]);
+    cluster.node_with_pods("cloud-1", false, &["10.0.0.14"], &[]);
+    let v4 = one.pod("10.250.0.7", "edge").await;
+    let both =
+        json!({ "phase": "Running", "podIPs": [{ "ip": "10.250.0.7" }, { "ip": "fd01::7" }] });
+    cluster.put_pod(("shop", "web"), "edge-1", &both);
+    // A pod in the cloud, whose address is in the podCIDR of the edge node, and its thief.
+    let straight = cloud.pod("10.244.1.9", "cloud").await;
+    cluster.pod("shop", "cloud", "cloud-1", "10.244.1.9");
+    cluster.pod("shop", "thief", "edge-1", "10.244.1.9");
+    let elements = |name: &str| {
+        let set = street.nft(&format!("list set inet causeway {name}"));
+        let set = set.unwrap();
+        let elements = set.split("elements = {").nth(1).unwrap_or_default();
+        let elements = elements.split('}').next().unwrap_or_default();
+        elements.split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    until("the pod is redirected", async || {
+        elements("pods4") == "10.250.0.7" && elements("pods6") == "fd01::7"
+    })
+    .await;
+    let curl = async |at: SocketAddr| {
+        let url = format!("http://{at}/");
+        let curl = Tool::curl().args(["--max-time", "5", "-g", &url]);
+        curl.run().await.ok().text()
+    };
+    assert_eq!(curl(v4).await, "edge");
+    let asked = format!("node=\"edge-1\" port={} ", v4.port());
+    site.gateway.wait_for_line(&asked).await;
+    assert_eq!(curl(straight).await, "cloud");
+
+    // Another pod takes an address, which leads to neither then.
+    cluster.pod("shop", "thief", "edge-2", "10.250.0.7");
+    until("the address is not redirected", async || {
+        elements("pods4").is_empty()
+    })
+    .await;
+    cluster.delete_pod("shop", "thief");
+    cluster.pod("shop", "db", "edge-1", "10.250.0.8");
+    until("it is redirected again", async || {
+        elements("pods4") == "10.250.0.7, 10.250.0.8"
+    })
+    .await;
+    // A change of the nodes does not change the pods.
+    cluster.node_with_pods("edge-3", true, &["10.0.0.13"], &["10.244.3.0/24"]);
+    until("the node is redirected", async || {
+        elements("edges4").contains("10.0.0.13")
+    })
+    .await;
+    assert_eq!(elements("pods4"), "10.250.0.7, 10.250.0.8");
+    let mut kept = TcpStream::connect(v4).await.unwrap();
+    kept.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
+    assert!(kept.read(&mut [0; 64]).await.unwrap() > 0);
+    assert!(remembered("10.250.0.7") > 0);
+    cluster.delete_pod("shop", "web");
+    until("it is neither redirected nor tracked", async || {
+        elements("pods4") == "10.250.0.8"
+            && elements("pods6").is_empty()
+            && remembered("10.250.0.7") == 0
+    })
+    .await;
 }
 
 #[tokio::test]

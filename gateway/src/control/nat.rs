@@ -1,9 +1,10 @@
 //! Redirects connections to node addresses to listeners, by nftables rules in the kernel of this host.
 //!
 //! This module owns one nftables table, built from the table of nodes. It contains each address that is confirmed for exactly one
-//! node. If the configuration requires it, the table also contains pod networks that belong to exactly one node. Connections to
-//! this host itself, and to ports without a listener, are never redirected. A change of one address changes one element. All
-//! rules are replaced at the start, when listeners or pod networks change, and after a failed change. The kernel's tracked
+//! node. If the configuration requires it, the table also contains pod networks that belong to exactly one node or, if Pod objects
+//! are followed, the addresses of the pods of edge nodes. Connections to this host itself, and to ports without a listener, are
+//! never redirected. A change of one address changes one element. All rules are replaced at the start, when listeners or pod
+//! networks change, and after a failed change. The kernel's tracked
 //! connections to added and removed addresses are deleted, except while another process still hands over its redirections.
 
 mod conntrack;
@@ -35,6 +36,8 @@ use tokio_util::sync::CancellationToken;
 
 /// Pause after a change that the kernel refused.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
+/// Time for which changes of pods are collected: in a large cluster some pod changes at any time.
+const POD_DELAY: Duration = Duration::from_millis(500);
 
 /// Error that prevents redirection.
 #[derive(Debug, thiserror::Error)]
@@ -150,6 +153,32 @@ struct RedirectSet {
     edge_addresses: BTreeSet<IpAddr>,
     /// The networks of the nodes' pods.
     pod_networks: BTreeSet<IpNet>,
+    /// The addresses of the nodes' pods, in place of their networks, if Pod objects are followed.
+    pod_addresses: Option<BTreeSet<IpAddr>>,
+}
+
+/// Change of a set of addresses.
+#[derive(Debug, Default)]
+struct AddressChange {
+    added: BTreeSet<IpAddr>,
+    removed: BTreeSet<IpAddr>,
+}
+
+impl AddressChange {
+    fn between(before: &BTreeSet<IpAddr>, after: &BTreeSet<IpAddr>) -> Self {
+        Self {
+            added: after.difference(before).copied().collect(),
+            removed: before.difference(after).copied().collect(),
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.added.is_empty() && self.removed.is_empty()
+    }
+
+    fn contains(&self, address: &IpAddr) -> bool {
+        self.added.contains(address) || self.removed.contains(address)
+    }
 }
 
 /// Whether connections to this address may be redirected at all.
@@ -184,36 +213,51 @@ struct KernelRules {
 }
 
 impl KernelRules {
+    /// Adds the addresses of pods to the destinations, if Pod objects are followed. While the pods are not known, their addresses stay.
+    fn add_pods(&self, wanted: &mut RedirectSet, ports: &PortMap, nodes: &Nodes) {
+        if !nodes.follows_pods() {
+            return;
+        }
+        let known = || {
+            let mut all = nodes.edge_pod_addresses()?;
+            all.retain(is_redirectable);
+            Some(all)
+        };
+        let pods = if ports.redirects_pods() {
+            known().or_else(|| self.redirected.pod_addresses.clone())
+        } else {
+            None
+        };
+        wanted.pod_addresses = Some(pods.unwrap_or_default());
+    }
+
     /// Updates the rules in the kernel to these destinations and ports.
     fn apply(&mut self, wanted: RedirectSet, ports: PortMap) -> Result<(), NatError> {
-        let added: BTreeSet<_> = wanted
-            .edge_addresses
-            .difference(&self.redirected.edge_addresses)
-            .copied()
-            .collect();
-        let removed: BTreeSet<_> = self
-            .redirected
-            .edge_addresses
-            .difference(&wanted.edge_addresses)
-            .copied()
-            .collect();
+        let none = BTreeSet::new();
+        let previous = &self.redirected;
+        let edges = AddressChange::between(&previous.edge_addresses, &wanted.edge_addresses);
+        let pod_addresses = AddressChange::between(
+            previous.pod_addresses.as_ref().unwrap_or(&none),
+            wanted.pod_addresses.as_ref().unwrap_or(&none),
+        );
         let pods: Vec<_> = wanted
             .pod_networks
             .symmetric_difference(&self.redirected.pod_networks)
             .collect();
         let result = if !self.is_complete || ports != self.ports || !pods.is_empty() {
             self.table.replace(&wanted, &ports)
-        } else if added.is_empty() && removed.is_empty() {
+        } else if edges.is_empty() && pod_addresses.is_empty() {
             return Ok(());
         } else {
-            self.table.change(&added, &removed)
+            self.table.change(&edges, &pod_addresses)
         };
         self.is_complete = result.is_ok();
         result?;
-        let changed_addresses = &added | &removed;
-        let changed = !(changed_addresses.is_empty() && pods.is_empty());
+        let changed = !(edges.is_empty() && pod_addresses.is_empty() && pods.is_empty());
         let is_moved = |address: &IpAddr| {
-            changed_addresses.contains(address) || pods.iter().any(|net| net.contains(address))
+            edges.contains(address)
+                || pod_addresses.contains(address)
+                || pods.iter().any(|net| net.contains(address))
         };
         let forgotten = if changed && !self.keeps_connections {
             conntrack::delete_connections(&self.conntrack_socket, is_moved)
@@ -242,6 +286,8 @@ pub struct Nat {
     rules: KernelRules,
     nodes: Nodes,
     changes: watch::Receiver<()>,
+    /// Changes of pods, if Pod objects are followed.
+    pod_changes: Option<watch::Receiver<()>>,
     ports: watch::Receiver<PortMap>,
     takeover: Option<Takeover>,
     /// Pod networks that were already reported as not redirected.
@@ -286,13 +332,15 @@ impl Nat {
                 has_warned: false,
             },
             changes: nodes.subscribe(),
+            pod_changes: nodes.subscribe_pods(),
             nodes: nodes.reader(),
             ports,
             takeover: has_predecessor.then(Takeover::default),
             reported_networks: BTreeSet::new(),
         };
         let is_loaded = nat.is_loaded();
-        let (led, ports) = nat.desired_state();
+        let (mut led, ports) = nat.desired_state();
+        nat.rules.add_pods(&mut led, &ports, &nat.nodes);
         nat.rules.apply(led, ports)?;
         nat.note_applied(is_loaded);
         let addresses = nat.rules.redirected.edge_addresses.len();
@@ -309,9 +357,10 @@ impl Nat {
         self.takeover.clone()
     }
 
-    /// Whether the nodes of the cluster are loaded, if there is a cluster.
+    /// Whether the nodes of the cluster are loaded, if there is a cluster, and so are the pods, if they are redirected and can be read.
     fn is_loaded(&self) -> bool {
-        self.nodes.pending_reason().is_none()
+        let awaits_pods = self.nodes.awaits_pods() && self.ports.borrow().redirects_pods();
+        self.nodes.pending_reason().is_none() && !awaits_pods
     }
 
     /// Notes that the rules in the kernel match the nodes, which were loaded before if `is_loaded`.
@@ -346,7 +395,7 @@ impl Nat {
         let mut edges = self.nodes.edge_addresses();
         edges.retain(is_redirectable);
         let mut pods = BTreeSet::new();
-        if ports.redirects_pods() {
+        if ports.redirects_pods() && !self.nodes.follows_pods() {
             let [alone, shared] = self.nodes.edge_pod_networks();
             self.warn_shared_networks(shared);
             pods = alone;
@@ -356,6 +405,7 @@ impl Nat {
             RedirectSet {
                 edge_addresses: edges,
                 pod_networks: pods,
+                pod_addresses: None,
             },
             ports,
         )
@@ -383,17 +433,19 @@ impl Nat {
                 biased;
                 () = stop.cancelled() => break,
                 Ok(()) = self.changes.changed() => {}
+                () = wait_for_pods(self.pod_changes.as_mut()) => {}
                 Ok(()) = self.ports.changed() => {}
                 () = sleep(RETRY_DELAY), if !is_complete => {}
                 () = in_charge, if is_complete => {}
             }
             let is_loaded = self.is_loaded();
-            let (led, ports) = self.desired_state();
-            let mut rules = self.rules;
+            let (mut led, ports) = self.desired_state();
+            let (mut rules, nodes) = (self.rules, self.nodes.clone());
             // The kernel waits for its other workers before it answers. A blocking thread waits, so that clients of this gateway
             // do not.
             let started_at = Instant::now();
             let done = spawn_blocking(move || {
+                rules.add_pods(&mut led, &ports, &nodes);
                 let done = rules.apply(led, ports);
                 (rules, done)
             });
@@ -419,6 +471,16 @@ impl Nat {
             tracing::warn!(%error, "redirections could not be removed");
         }
     }
+}
+
+/// Waits for changes of pods, and then until more changes have been collected.
+async fn wait_for_pods(changes: Option<&mut watch::Receiver<()>>) {
+    if let Some(changes) = changes
+        && changes.changed().await.is_ok()
+    {
+        return sleep(POD_DELAY).await;
+    }
+    std::future::pending().await
 }
 
 #[cfg(test)]

@@ -24,7 +24,7 @@ use std::{
     sync::{Arc, OnceLock},
     time::Duration,
 };
-use tokio::time::Instant;
+use tokio::{sync::watch, time::Instant};
 
 /// Time without the source after which the table is no longer used: addresses of pods are assigned again.
 pub const MAX_LOST: Duration = Duration::from_mins(5);
@@ -122,11 +122,15 @@ struct PodTable {
     by_address: Shards<IpAddr, Vec<Arc<Pod>>>,
     by_name: Shards<Arc<str>, Arc<Pod>>,
     conflict_throttle: LogThrottle,
+    /// Notifies of changed pods. The request path never uses it.
+    changed: watch::Sender<()>,
 }
 
 /// Condition of the table.
 #[derive(Debug)]
 enum Status {
+    /// The table is not filled, and its source has not answered or failed yet.
+    Pending,
     /// The table is not filled, for this reason.
     Unavailable(Arc<str>),
     /// The table is filled, and its source answers.
@@ -138,19 +142,39 @@ enum Status {
 impl Pods {
     /// Starts to follow pods in these networks. Does nothing if pods are followed already.
     pub(super) fn follow(&self, networks: &[IpNet]) {
-        let reason = "the pods of the cluster have not been loaded yet";
         self.0.get_or_init(|| PodTable {
             networks: networks.into(),
-            status: ArcSwap::from_pointee(Status::Unavailable(reason.into())),
+            status: ArcSwap::from_pointee(Status::Pending),
             by_address: Shards::new(),
             by_name: Shards::new(),
             conflict_throttle: LogThrottle::default(),
+            changed: watch::Sender::default(),
         });
     }
 
     /// Whether pods are followed.
     pub(super) fn are_followed(&self) -> bool {
         self.0.get().is_some()
+    }
+
+    /// Subscribes to later changes of the pods; `None` if pods are not followed.
+    pub(super) fn subscribe(&self) -> Option<watch::Receiver<()>> {
+        self.0.get().map(|table| table.changed.subscribe())
+    }
+
+    /// Whether pods are followed, and their source has not answered or failed yet.
+    pub(super) fn are_pending(&self) -> bool {
+        let table = self.0.get();
+        table.is_some_and(|table| matches!(&**table.status.load(), Status::Pending))
+    }
+
+    /// Returns the addresses of all pods, or `None` if the table cannot be used.
+    pub(super) fn addresses(&self) -> Option<Vec<IpAddr>> {
+        let table = self.0.get()?;
+        table
+            .unavailable_reason()
+            .is_none()
+            .then(|| table.by_address.keys())
     }
 
     /// Returns the pod with this address.
@@ -228,6 +252,7 @@ impl PodTable {
 
     fn unavailable_reason(&self) -> Option<Arc<str>> {
         match &**self.status.load() {
+            Status::Pending => Some("the pods of the cluster have not been loaded yet".into()),
             Status::Unavailable(reason) => Some(reason.clone()),
             Status::Lost(since, why) if since.elapsed() >= MAX_LOST => Some(
                 format!("the pods of the cluster have not been read for {MAX_LOST:?}: {why}")
@@ -355,6 +380,7 @@ impl PodsWriter {
         table.by_address.replace(by_address);
         table.by_name.replace(by_name);
         table.status.store(Arc::new(Status::Current));
+        table.changed.send_replace(());
         Ok(())
     }
 
@@ -385,10 +411,7 @@ impl PodsWriter {
     /// Removes the pod with this name, `NAMESPACE/NAME`.
     pub fn remove(&mut self, name: &str) {
         let pods = self.pods.clone();
-        let known = pods
-            .0
-            .get()
-            .map(|table| (table, table.by_name.get(name)));
+        let known = pods.0.get().map(|table| (table, table.by_name.get(name)));
         if let Some((table, Some(pod))) = known {
             self.count -= 1;
             table.set(Some(&pod), None);
@@ -428,13 +451,14 @@ impl PodsWriter {
             return;
         };
         let status = match &**table.status.load() {
-            Status::Unavailable(_) => {
+            Status::Pending | Status::Unavailable(_) => {
                 Status::Unavailable(format!("the pods of the cluster are not loaded: {why}").into())
             }
             Status::Current => Status::Lost(since, why.into()),
             Status::Lost(since, _) => Status::Lost(*since, why.into()),
         };
         table.status.store(Arc::new(status));
+        table.changed.send_replace(());
     }
 
     /// Empties the table because of too many pods, and puts it out of use.
@@ -480,6 +504,7 @@ impl PodTable {
                 };
             });
         }
+        self.changed.send_replace(());
     }
 }
 
@@ -508,6 +533,12 @@ impl<K: Clone + Eq + Hash, V: Clone> Shards<K, V> {
     {
         let shard = self.maps.get(self.index(key))?;
         shard.load().get(key).cloned()
+    }
+
+    fn keys(&self) -> Vec<K> {
+        let shards = self.maps.iter().map(ArcSwap::load);
+        let keys = shards.flat_map(|shard| shard.keys().cloned().collect::<Vec<_>>());
+        keys.collect()
     }
 
     fn edit(&self, key: &K, change: impl FnOnce(&mut HashMap<K, V>)) {

@@ -5,7 +5,7 @@
 //! change or flush it, and the kernel removes it when this process ends in any way.
 
 use super::{
-    NatError, PortMap, RedirectSet,
+    AddressChange, NatError, PortMap, RedirectSet,
     family::{FAMILIES, Family, header},
     netlink::{Netlink, NetlinkError},
     rules,
@@ -76,12 +76,11 @@ impl Table {
             add_table(batch, name, Some(TableFlags::Owner));
             for family in &FAMILIES {
                 add_set(batch, name, family.addresses, (family, 0));
-                add_set(
-                    batch,
-                    name,
-                    family.pods,
-                    (family, SetFlags::Interval as u32),
-                );
+                let pod_flags = match redirected.pod_addresses {
+                    Some(_) => 0,
+                    None => SetFlags::Interval as u32,
+                };
+                add_set(batch, name, family.pods, (family, pod_flags));
             }
             for (chain, hook, maps) in CHAINS {
                 rules::add_chain(batch, name, chain, hook);
@@ -99,8 +98,12 @@ impl Table {
                     }
                 }
             }
-            change_addresses(batch, name, &redirected.edge_addresses, true);
-            add_networks(batch, name, &redirected.pod_networks);
+            let edges = &redirected.edge_addresses;
+            change_addresses(batch, name, EDGES, (edges, true));
+            match &redirected.pod_addresses {
+                Some(pods) => change_addresses(batch, name, PODS, (pods, true)),
+                None => add_networks(batch, name, &redirected.pod_networks),
+            }
         });
         done.map_err(|error| match error.cause.raw_os_error() {
             Some(EPERM) => NatError::TableInUse(self.name.to_string_lossy().into_owned()),
@@ -110,15 +113,17 @@ impl Table {
         Ok(())
     }
 
-    /// Adds and removes redirected addresses.
+    /// Adds and removes redirected addresses of nodes and of pods.
     pub(super) fn change(
         &mut self,
-        added: &BTreeSet<IpAddr>,
-        removed: &BTreeSet<IpAddr>,
+        edges: &AddressChange,
+        pods: &AddressChange,
     ) -> Result<(), NatError> {
         let done = self.run_batch(|batch, name| {
-            change_addresses(batch, name, added, true);
-            change_addresses(batch, name, removed, false);
+            for (change, set) in [(edges, EDGES), (pods, PODS)] {
+                change_addresses(batch, name, set, (&change.added, true));
+                change_addresses(batch, name, set, (&change.removed, false));
+            }
         });
         done.map_err(NatError::Kernel)
     }
@@ -224,12 +229,17 @@ fn add_port_map(
     }
 }
 
-/// Adds addresses, or removes them.
+/// Set of addresses in each family.
+type AddressSet = fn(&Family) -> &'static str;
+const EDGES: AddressSet = |family| family.addresses;
+const PODS: AddressSet = |family| family.pods;
+
+/// Adds addresses to a set, or removes them.
 fn change_addresses(
     batch: &mut Chained<'static>,
     table: &CString,
-    addresses: &BTreeSet<IpAddr>,
-    is_add: bool,
+    set: AddressSet,
+    (addresses, is_add): (&BTreeSet<IpAddr>, bool),
 ) {
     for family in &FAMILIES {
         let family_addresses = addresses
@@ -240,7 +250,7 @@ fn change_addresses(
             let fill = |list: PushSetelemListAttrs<&mut Vec<u8>>| {
                 let list = list
                     .push_table(table)
-                    .push_set_bytes(family.addresses.as_bytes());
+                    .push_set_bytes(set(family).as_bytes());
                 let mut list = list.nested_elements();
                 for value in chunk {
                     let element = list.nested_elem().nested_key().push_value(value);

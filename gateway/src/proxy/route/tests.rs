@@ -594,3 +594,43 @@ fn an_address_that_the_gateway_dials_has_the_pod_outside_the_edges() {
     pods.upsert(second).unwrap();
     assert_eq!(at("10.244.1.10"), DestinationPod::Unknown);
 }
+
+#[test]
+fn addresses_that_lead_to_pods_of_edges_are_listed() {
+    let (writer, mut pods) = nodes_with_pods();
+    let nodes = writer.reader();
+    let listed = || {
+        let all = nodes.edge_pod_addresses().unwrap();
+        all.iter().map(ToString::to_string).collect::<Vec<_>>()
+    };
+    // Neither addresses of nodes, nor of pods elsewhere, nor of several pods.
+    let expected = [
+        "10.244.1.9",
+        "10.250.7.7",
+        "10.250.7.8",
+        "10.250.7.9",
+        "fd10::7",
+    ];
+    assert_eq!(listed(), expected);
+    assert!(!nodes.awaits_pods());
+    let mut changes = writer.subscribe_pods().unwrap();
+    pods.remove("a/web");
+    assert!(changes.has_changed().unwrap());
+    changes.mark_unchanged();
+    assert_eq!(
+        listed(),
+        ["10.244.1.9", "10.250.7.8", "10.250.7.9", "fd10::7"]
+    );
+    pods.remove("a/web");
+    assert!(!changes.has_changed().unwrap());
+
+    let writer = NodesWriter::default();
+    assert!(writer.subscribe_pods().is_none() && !writer.reader().awaits_pods());
+    writer.follow_pods(&["10.240.0.0/12".parse().unwrap()]);
+    assert!(writer.reader().awaits_pods());
+    assert_eq!(writer.reader().edge_pod_addresses(), None);
+    let changes = writer.subscribe_pods().unwrap();
+    writer.pods(1).unwrap().set_lost("forbidden");
+    assert!(!writer.reader().awaits_pods() && changes.has_changed().unwrap());
+    assert_eq!(writer.reader().edge_pod_addresses(), None);
+}

@@ -3,7 +3,7 @@
 use super::{AddressMatch, Cluster, Nodes, Table};
 use crate::state::pods::{self, DestinationPod, Pod, PodLookup, PodMatch};
 use causeway_certs::NodeName;
-use std::{net::IpAddr, sync::Arc};
+use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
 /// Location of the node of a pod.
 enum PodNode {
@@ -102,6 +102,21 @@ impl Nodes {
                 (self.pods.by_address(one), self.pods.by_address(other)),
                 (PodLookup::Pod(one), PodLookup::Pod(other)) if Arc::ptr_eq(&one, &other)
             )
+    }
+
+    /// Returns the addresses by which pods of edge nodes are reached; `None` if the pods, or the nodes of the cluster, are not known now.
+    pub fn edge_pod_addresses(&self) -> Option<BTreeSet<IpAddr>> {
+        if self.pending_reason().is_some() {
+            return None;
+        }
+        let mut all = self.pods.addresses()?;
+        all.retain(|address| matches!(self.by_address(*address), AddressMatch::Pod(_)));
+        Some(all.into_iter().collect())
+    }
+
+    /// Whether Pod objects are followed, and the cluster's API has neither returned them nor refused to.
+    pub fn awaits_pods(&self) -> bool {
+        self.pods.are_pending()
     }
 
     /// Whether the cluster's Pod objects are followed.

@@ -31,6 +31,11 @@ impl NodesWriter {
         self.changed.subscribe()
     }
 
+    /// Subscribes to later changes of the cluster's pods; `None` if pods are not followed.
+    pub fn subscribe_pods(&self) -> Option<watch::Receiver<()>> {
+        self.nodes.pods.subscribe()
+    }
+
     /// Starts to follow the cluster's pods in these networks. From now on no address in them is routed by the networks of nodes.
     pub fn follow_pods(&self, networks: &[IpNet]) {
         self.nodes.pods.follow(networks);
