@@ -199,7 +199,7 @@ impl RequestSpec {
     }
 
     /// Sets the namespace of the pod to which the request goes.
-    fn to_pod(mut self, namespace: Option<&str>) -> anyhow::Result<Self> {
+    fn with_pod(mut self, namespace: Option<&str>) -> anyhow::Result<Self> {
         let is_valid = namespace.is_none_or(target::is_service_name);
         if !is_valid {
             bail!(
@@ -263,7 +263,7 @@ fn check(args: &PolicyCheck) -> anyhow::Result<()> {
         (&args.url, args.service.as_deref()),
         args.upgrade,
     )?
-    .to_pod(args.pod_namespace.as_deref())?;
+    .with_pod(args.pod_namespace.as_deref())?;
     let (node, is_known) = confirmed_node(args, &mut request.to)?;
     let client = Subject {
         user: args.user.as_deref(),

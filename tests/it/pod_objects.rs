@@ -106,8 +106,12 @@ async fn pods_in_no_pod_cidr_are_reached_on_their_nodes() {
     .await;
     let table = async || {
         let metrics = site.metrics().await;
-        ["cluster_pods", "cluster_pods_limit", "pod_address_conflicts"]
-            .map(|name| metrics.sum(name, &[]))
+        [
+            "cluster_pods",
+            "cluster_pods_limit",
+            "pod_address_conflicts",
+        ]
+        .map(|name| metrics.sum(name, &[]))
     };
     assert_eq!(table().await, [2, 200_000, 1]);
     let ended = json!({ "phase": "Failed", "podIPs": [{ "ip": "10.250.0.7" }] });
@@ -206,17 +210,53 @@ async fn rules_for_namespaces_decide_about_the_pods_in_them() {
     cluster.delete_pod("bank", "web-1");
     cluster.pod("shop", "web-1", "edge-1", "10.250.0.7");
     until("the new rules decide", async || {
+        let answer = get(&site, "edge-1", 9100).await;
+        !answer.contains("the policy does not allow")
+    })
+    .await;
+    until("the new pod is known", async || {
         get(&site, "web-1.shop.pod", shop).await == "shop 200"
     })
     .await;
-    assert_eq!(status(&site, "web-0.bank.pod", bank).await, "403");
-    assert_ne!(status(&site, "edge-1", 9100).await, "403");
+    let answer = get(&site, "web-0.bank.pod", bank).await;
+    assert!(answer.contains("the policy does not allow"), "{answer}");
     // An address of two pods leads to neither, whatever the rules say.
     cluster.pod("shop", "thief", "edge-1", "10.250.0.8");
     until("the address is nobody's", async || {
         status(&site, "10.250.0.8", bank).await == "404"
     })
     .await;
+}
+
+#[tokio::test]
+async fn a_static_pod_neither_is_reached_nor_takes_an_address() {
+    need!(NEED, "curl");
+    let street = SharedNetwork::new();
+    let cluster = Cluster::at(HUB).await;
+    let site = GatewayProcess::listening(&format!("{HUB}:0"), &configuration(&cluster)).await;
+    let mut edge = Pods::at(&street, &site, "edge-1", "0.0.0.0/0").await;
+    cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &["10.250.0.0/24"]);
+    let own = edge.pod("10.250.0.7", "own").await.port();
+    let of_kubelet = edge.pod("10.250.0.8", "static").await.port();
+    cluster.mirror_pod(("shop", "thief-edge-1"), "edge-1", "10.250.0.7");
+    cluster.mirror_pod(("kube-system", "proxy-edge-1"), "edge-1", "10.250.0.8");
+    cluster.pod("shop", "web", "edge-1", "10.250.0.7");
+    until("the pod is known", async || {
+        get(&site, "10.250.0.7", own).await == "own 200"
+    })
+    .await;
+    assert_eq!(get(&site, "web.shop.pod", own).await, "own 200");
+    for host in [
+        "10.250.0.8",
+        "proxy-edge-1.kube-system.pod",
+        "thief-edge-1.shop.pod",
+    ] {
+        let answer = get(&site, host, of_kubelet).await;
+        assert!(
+            answer.contains("no running pod") && answer.ends_with(" 404"),
+            "{answer}"
+        );
+    }
 }
 
 #[tokio::test]
@@ -230,7 +270,19 @@ async fn rules_for_pods_need_pod_objects() {
     write("gateway.yaml", "policy: policy.yaml\n");
     let check = causeway("gateway --check-config --config gateway.yaml --data-dir data");
     let checked = check.within(folder.path()).run().await;
-    checked.failed(&["shops (line 2)", "set kubernetes.pods"]);
+    let stderr = checked.with_code(2).stderr;
+    assert!(
+        stderr.contains("shops (line 2)") && stderr.contains("set kubernetes.pods"),
+        "{stderr}"
+    );
+}
+
+/// Returns the answer to a request through the proxy of an edge, and the status of the proxy.
+async fn get_by_proxy(edge: &Pods<'_>, host: &str, port: u16) -> String {
+    let url = format!("http://{host}:{port}/");
+    let proxy = ["-p", "-x", "http://127.0.0.1:1080"];
+    let output = ["-w", " %{http_connect}", "--max-time", "20", &url];
+    edge.curl(&[&proxy[..], &output].concat()).await.text()
 }
 
 #[tokio::test]
@@ -241,8 +293,8 @@ async fn nodes_reach_pods_of_namespaces_that_a_rule_lists() {
     let egress = json!({ "rules": [{ "to": { "pod_namespaces": ["shop"] } }] });
     let configuration = format!("{}\negress: {egress}", configuration(&cluster));
     let site = GatewayProcess::listening(&format!("{HUB}:0"), &configuration).await;
-    let proxy = [("CAUSEWAY_EGRESS_PROXY_LISTEN", "127.0.0.1:1080")];
-    let one = Pods::with_variables(&street, &site, ("edge-1", "10.0.0.0/8"), &proxy).await;
+    let proxy = "egress: { proxy: { listen: 127.0.0.1:1080 } }\n";
+    let one = Pods::with_config(&street, &site, ("edge-1", "10.0.0.0/8"), proxy).await;
     let mut two = Pods::at(&street, &site, "edge-2", "10.0.0.0/8").await;
     let mut cloud = Pods::elsewhere(&street);
     cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &[]);
@@ -256,25 +308,16 @@ async fn nodes_reach_pods_of_namespaces_that_a_rule_lists() {
     cluster.pod("bank", "web", "edge-2", "10.250.0.8");
     cluster.pod("shop", "cloud", "cloud-1", "10.250.0.9");
     cluster.pod("bank", "cloud", "cloud-1", "10.250.0.10");
-    // The answer, and the status of the proxy.
-    let get = async |host: &str, port: u16| {
-        let url = format!("http://{host}:{port}/");
-        let proxy = [
-            "-p",
-            "-x",
-            "http://127.0.0.1:1080",
-            "-w",
-            " %{http_connect}",
-        ];
-        let arguments = [&proxy[..], &["--max-time", "20", &url]].concat();
-        one.curl(&arguments).await.text()
-    };
+    let get = async |host: &str, port: u16| get_by_proxy(&one, host, port).await;
     until("the pod is known", async || {
         get("10.250.0.7", shop).await == "shop 200"
     })
     .await;
     assert_eq!(get("web.shop.pod", shop).await, "shop 200");
-    assert_eq!(get("10.250.0.9", at_cloud).await, "cloud 200");
+    until("the pod in the cloud is known", async || {
+        get("10.250.0.9", at_cloud).await == "cloud 200"
+    })
+    .await;
     assert_eq!(get("cloud.shop.pod", at_cloud).await, "cloud 200");
     for (host, port) in [
         ("10.250.0.8", bank),

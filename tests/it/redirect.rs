@@ -583,16 +583,18 @@ impl<'a> Pods<'a> {
         node: &'static str,
         allowed: &str,
     ) -> Self {
-        Self::with_variables(street, site, (node, allowed), &[]).await
+        Self::with_config(street, site, (node, allowed), "{}").await
     }
 
-    /// The same, with these variables in the environment of the edge.
-    pub(crate) async fn with_variables(
+    /// The same, with this configuration file of the edge.
+    pub(crate) async fn with_config(
         street: &'a SharedNetwork,
         site: &GatewayProcess,
         (node, allowed): (&'static str, &str),
-        variables: &[(&str, &str)],
+        configuration: &str,
     ) -> Self {
+        let file = site.path(&format!("{node}.yaml"));
+        std::fs::write(&file, configuration).unwrap();
         let Self { host, serving, .. } = Self::elsewhere(street);
         let token = site.token(&format!("--node {node}")).await;
         let edge = host
@@ -603,10 +605,7 @@ impl<'a> Pods<'a> {
             .flag("--data-dir", site.edge_data(node))
             .flag("--allow-hosts", allowed)
             .flag("--join", token);
-        let edge = variables
-            .iter()
-            .fold(edge, |edge, (name, value)| edge.env(name, value));
-        let mut edge = edge.start();
+        let mut edge = edge.flag("--config", file).start();
         edge.wait_for_line("tunnel registered").await;
         Self {
             host,
@@ -648,21 +647,35 @@ impl<'a> Pods<'a> {
     }
 }
 
+/// Returns the configuration of a gateway that follows pods and redirects connections to them.
+fn pod_configuration(cluster: &Cluster) -> String {
+    let kubernetes = json!({
+        "kubeconfig": cluster.kubeconfig(),
+        "pod_networks": ["10.244.0.0/16", "10.250.0.0/16", "fd01::/48"],
+        "pods": {},
+    });
+    format!(
+        "listeners: [{{ name: pods, protocol: tcp, listen: \"[::]:0\", original_destination: true, anonymous: true }}]\n\
+         redirect: {{ pods: pods }}\nkubernetes: {kubernetes}\n"
+    )
+}
+
+/// Returns the elements of a set in the table.
+fn elements_of(street: &SharedNetwork, set: &str) -> String {
+    let set = street.nft(&format!("list set inet causeway {set}"));
+    let set = set.unwrap();
+    let elements = set.split("elements = {").nth(1).unwrap_or_default();
+    let elements = elements.split('}').next().unwrap_or_default();
+    elements.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
 #[tokio::test]
 async fn with_pod_objects_only_addresses_of_pods_at_edges_are_redirected() {
     need!(NEED, "curl");
     let street = SharedNetwork::new();
     street.opens_up();
     let cluster = Cluster::at(HUB).await;
-    let kubernetes = json!({
-        "kubeconfig": cluster.kubeconfig(),
-        "pod_networks": ["10.244.0.0/16", "10.250.0.0/16", "fd01::/48"],
-        "pods": {},
-    });
-    let configuration = format!(
-        "listeners: [{{ name: pods, protocol: tcp, listen: \"[::]:0\", original_destination: true, anonymous: true }}]\n\
-         redirect: {{ pods: pods }}\nkubernetes: {kubernetes}\n"
-    );
+    let configuration = pod_configuration(&cluster);
     let mut site = GatewayProcess::listening(&format!("{HUB}:0"), &configuration).await;
     let mut one = Pods::at(&street, &site, "edge-1", "0.0.0.0/0").await;
     let mut cloud = Pods::elsewhere(&street);
@@ -677,13 +690,7 @@ async fn with_pod_objects_only_addresses_of_pods_at_edges_are_redirected() {
     let straight = cloud.pod("10.244.1.9", "cloud").await;
     cluster.pod("shop", "cloud", "cloud-1", "10.244.1.9");
     cluster.pod("shop", "thief", "edge-1", "10.244.1.9");
-    let elements = |name: &str| {
-        let set = street.nft(&format!("list set inet causeway {name}"));
-        let set = set.unwrap();
-        let elements = set.split("elements = {").nth(1).unwrap_or_default();
-        let elements = elements.split('}').next().unwrap_or_default();
-        elements.split_whitespace().collect::<Vec<_>>().join(" ")
-    };
+    let elements = |name: &str| elements_of(&street, name);
     until("the pod is redirected", async || {
         elements("pods4") == "10.250.0.7" && elements("pods6") == "fd01::7"
     })

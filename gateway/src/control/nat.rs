@@ -475,12 +475,15 @@ impl Nat {
 
 /// Waits for changes of pods, and then until more changes have been collected.
 async fn wait_for_pods(changes: Option<&mut watch::Receiver<()>>) {
-    if let Some(changes) = changes
-        && changes.changed().await.is_ok()
-    {
-        return sleep(POD_DELAY).await;
+    let has_changed = match changes {
+        Some(changes) => changes.changed().await.is_ok(),
+        None => false,
+    };
+    if has_changed {
+        sleep(POD_DELAY).await;
+    } else {
+        std::future::pending::<()>().await;
     }
-    std::future::pending().await
 }
 
 #[cfg(test)]

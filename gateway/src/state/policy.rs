@@ -6,10 +6,11 @@
 //!    their number has little influence on the time.
 //! 3. The lowest bit that remains is the first rule that matches. Without one, nothing is allowed.
 //!
-//! An unknown value counts as the worst case. A TCP session may carry any method and path, and a path that upstreams read in two
-//! ways may be any path. Which of several pods has an address may be unknown. Such a value matches no rule that allows only some values, and every rule that denies some. A denied
-//! path is denied in lower and upper case. The same holds for services of a node, which a rule may not have thought of: only a rule
-//! that names services allows them, and a rule that denies the whole node denies them.
+//! An unknown value counts as the worst case. A TCP session may carry any method and path, and a path that upstreams read in
+//! two ways may be any path. Which of several pods has an address may be unknown. Such a value matches no rule that allows only
+//! some values, and every rule that denies some. A denied path is denied in lower and upper case. The same holds for services
+//! of a node, which a rule may not have thought of: only a rule that names services allows them, and a rule that denies the
+//! whole node denies them.
 
 mod compile;
 mod index;

@@ -96,7 +96,7 @@ impl Expectation {
             .with_context(|| format!("\"{}\" is not an HTTP method", self.method))?;
         let request =
             RequestSpec::parse(&method, (&self.url, self.service.as_deref()), self.upgrade)?
-                .to_pod(self.pod_namespace.as_deref())?;
+                .with_pod(self.pod_namespace.as_deref())?;
         if self.service.is_some() && self.pod_namespace.is_some() {
             bail!("has both service and pod_namespace; a request goes to a service or to a pod");
         }

@@ -72,7 +72,7 @@ fn decided(ask: &PolicyCheck) -> String {
     let rules = read(&ask.file.policy).unwrap();
     let mut written =
         RequestSpec::parse(&ask.method, (&ask.url, ask.service.as_deref()), ask.upgrade)
-            .and_then(|request| request.to_pod(ask.pod_namespace.as_deref()))
+            .and_then(|request| request.with_pod(ask.pod_namespace.as_deref()))
             .unwrap();
     let client = Subject {
         user: ask.user.as_deref(),
@@ -389,7 +389,12 @@ rules:
         ask.pod_namespace = namespace.map(str::to_owned);
         assert_eq!(decided(&ask), said, "{url} {namespace:?}");
     }
-    ask.method = Method::GET;
+}
+
+#[test]
+fn the_name_of_a_pod_is_not_looked_up() {
+    let files = Files::new();
+    let mut ask = files.ask("edge-1");
     for (url, namespace, says) in [
         ("https://web.shop.pod:80/", None, "--pod-namespace shop"),
         (

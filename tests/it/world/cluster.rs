@@ -138,6 +138,25 @@ impl Cluster {
         });
     }
 
+    /// Adds a mirror pod, as the kubelet of a node does for a static pod. It has this address.
+    pub(crate) fn mirror_pod(&self, (namespace, name): (&str, &str), node: &str, address: &str) {
+        let pod = json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": {
+                "namespace": namespace, "name": name,
+                "annotations": { "kubernetes.io/config.mirror": "3b6f", "kubernetes.io/config.source": "file" },
+            },
+            "spec": { "nodeName": node, "containers": [] },
+            "status": { "phase": "Running", "podIPs": [{ "ip": address }] },
+        });
+        self.objects.send_modify(|objects| {
+            objects
+                .pods
+                .insert(format!("{namespace}/{name}"), pod.clone());
+            objects.record_pod("ADDED", pod);
+        });
+    }
+
     /// Deletes a pod.
     pub(crate) fn delete_pod(&self, namespace: &str, name: &str) {
         self.objects.send_modify(|objects| {

@@ -11,7 +11,7 @@ use crate::{
     world::{process::Program, world},
 };
 
-pub(super) fn trials() -> [Trial; 6] {
+pub(super) fn trials() -> [Trial; 7] {
     [
         trial(
             "deploy::rendered_manifests_are_current",
@@ -36,6 +36,10 @@ pub(super) fn trials() -> [Trial; 6] {
         trial(
             "deploy::metrics_are_served_apart_from_the_admin_listener",
             metrics_are_served_apart_from_the_admin_listener,
+        ),
+        trial(
+            "deploy::pods_are_read_only_if_the_gateway_follows_them",
+            pods_are_read_only_if_the_gateway_follows_them,
         ),
     ]
 }
@@ -245,6 +249,47 @@ fn each_value_changes_its_named_setting() {
     let config = config.as_str().unwrap();
     for part in ["gateways/causeway-state", "gateways/causeway-tunnels"] {
         assert!(config.contains(part), "{config}");
+    }
+}
+
+/// The right to read pods comes with the key, in the namespace of the release.
+fn pods_are_read_only_if_the_gateway_follows_them() {
+    let world = world();
+    let config = r#"gateway.config={"kubernetes":{"pod_networks":["10.250.0.0/16"],"pods":{"max_pods":5000}}}"#;
+    let with_pods = [
+        "--set-json",
+        config,
+        "--namespace",
+        "gateways",
+        "--no-hooks",
+    ];
+    let off = r#"gateway.config={"kubernetes":{"pods":null}}"#;
+    for (way, _) in WAYS {
+        let Some(made) = templated(&world, way, &with_pods) else {
+            return;
+        };
+        let all = objects(&world, &made);
+        let role = named(&all, "ClusterRole", "causeway-gateway-pods");
+        let rules =
+            json!([{ "apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"] }]);
+        assert_eq!(role["rules"], rules, "{way}");
+        let binding = named(&all, "ClusterRoleBinding", "causeway-gateway-pods");
+        assert_eq!(binding["roleRef"]["name"], "causeway-gateway-pods", "{way}");
+        let gateway = &named(&all, "Deployment", "causeway-gateway");
+        let subject = &binding["subjects"][0];
+        assert_eq!(
+            subject["namespace"], gateway["metadata"]["namespace"],
+            "{way}"
+        );
+        let account = &gateway["spec"]["template"]["spec"]["serviceAccountName"];
+        assert_eq!(&subject["name"], account, "{way}");
+        let files = &named(&all, "ConfigMap", "causeway-gateway")["data"];
+        let config = files["gateway.yaml"].as_str().unwrap();
+        assert!(config.contains("max_pods: 5000"), "{way}: {config}");
+        for values in [&["--no-hooks"][..], &["--set-json", off, "--no-hooks"]] {
+            let made = templated(&world, way, values).unwrap();
+            assert!(!made.contains("causeway-gateway-pods"), "{way} {values:?}");
+        }
     }
 }
 
