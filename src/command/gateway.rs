@@ -256,6 +256,9 @@ impl RunningGateway {
         let config = config.with_certificate_paths();
         file_hashes.record(watched_files(&config, &self.sources));
         let policy_state = PolicyState::read(&config)?;
+        if let Some(rules) = &policy_state.policy {
+            policy::check_followed_pods(rules, self.reloader.follows_pods())?;
+        }
         let config = with_listed_ports(config, self.inputs.listed.borrow().as_ref())?;
         let config = config.with_endpoints(&self.inputs.endpoints.borrow());
         let kubernetes = config.kubernetes.clone();

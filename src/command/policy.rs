@@ -86,10 +86,30 @@ pub(crate) fn warn_of_labels(
 /// If a rule names namespaces of pods, and `kubernetes.pods` is not set.
 pub(crate) fn check_pods(rules: &Rules, kubernetes: Option<&Kubernetes>) -> anyhow::Result<()> {
     let follows_pods = kubernetes.is_some_and(|kubernetes| kubernetes.pods.is_some());
+    refuse_rules_of_pods(
+        rules,
+        follows_pods,
+        "the gateway does not know which pods have which addresses; set kubernetes.pods",
+    )
+}
+
+/// Checks that the running gateway knows the pods that rules name. A rule that denies pods would match none otherwise.
+///
+/// # Errors
+/// If a rule names namespaces of pods, and the gateway does not follow pods (`follows_pods`).
+pub(crate) fn check_followed_pods(rules: &Rules, follows_pods: bool) -> anyhow::Result<()> {
+    refuse_rules_of_pods(
+        rules,
+        follows_pods,
+        "this gateway was started without kubernetes.pods; restart it with kubernetes.pods before this policy comes into force",
+    )
+}
+
+fn refuse_rules_of_pods(rules: &Rules, follows_pods: bool, why: &str) -> anyhow::Result<()> {
     match rules.first_rule_of_pods().filter(|_| !follows_pods) {
         None => Ok(()),
         Some(by) => Err(config_loader::RejectedConfig::from(vec![format!(
-            "policy: {} (line {}) has where.pod_namespaces, but the gateway does not know which pods have which addresses; set kubernetes.pods",
+            "policy: {} (line {}) has where.pod_namespaces, but {why}",
             by.rule, by.line
         )])
         .into()),
@@ -384,6 +404,9 @@ fn confirmed_node(args: &PolicyCheck, to: &mut To) -> anyhow::Result<(Node, bool
         To::Node(node) => record.node == *node,
         To::Direct(address) => record.addresses.contains(address),
     });
+    if args.pod_namespace.is_some() {
+        check_pod_address(to, found.as_ref().map(|record| &record.node))?;
+    }
     if let Some(record) = &found {
         *to = To::Node(record.node.clone());
     }
@@ -431,6 +454,19 @@ fn confirmed_node(args: &PolicyCheck, to: &mut To) -> anyhow::Result<(Node, bool
         ..Node::default()
     };
     Ok((node, is_known))
+}
+
+/// Checks that a request to a pod names the pod's node, or an address that a listener may dial itself. `node` is the known node.
+fn check_pod_address(to: &To, node: Option<&NodeName>) -> anyhow::Result<()> {
+    match (to, node) {
+        (To::Direct(address), Some(node)) => bail!(
+            "{address} is a confirmed address of the node {node}, and not that of a pod; for a pod at the edge write its node"
+        ),
+        (To::Node(name), _) if name.as_str().parse::<IpAddr>().is_ok() => bail!(
+            "{name} is an address; for a pod at the edge write its node, and for a pod that a listener dials itself write CONNECT and the pod's address"
+        ),
+        _ => Ok(()),
+    }
 }
 
 /// Returns a decision with the line of the rule that made it.

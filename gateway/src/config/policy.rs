@@ -422,15 +422,24 @@ pub fn label_fault(text: &str) -> Option<String> {
     pattern_fault(text).or_else(|| text.contains('*').then(star))
 }
 
+/// Maximum length of the name of a namespace, in bytes (RFC 1123 section 2.1, RFC 1035 section 2.3.4).
+const MAX_NAMESPACE: usize = 63;
+
 /// Returns the fault of a pattern of namespaces, if there is one.
 pub(crate) fn namespace_fault(text: &str) -> Option<String> {
     let letter = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-*".contains(c);
+    let literal_len = text.len() - text.matches('*').count();
+    // RFC 1123 labels (Kubernetes' `IsDNS1123Label`); * may match nothing.
+    let is_possible = text.chars().all(letter)
+        && !text.starts_with('-')
+        && !text.ends_with('-')
+        && literal_len <= MAX_NAMESPACE;
     let other = || {
         format!(
-            "\"{text}\" cannot be the name of a namespace; names have lower-case letters, digits and '-', and * matches any of them"
+            "\"{text}\" cannot be the name of a namespace; names have at most {MAX_NAMESPACE} lower-case letters, digits and '-', with '-' neither first nor last, and * matches any of them"
         )
     };
-    pattern_fault(text).or_else(|| (!text.chars().all(letter)).then(other))
+    pattern_fault(text).or_else(|| (!is_possible).then(other))
 }
 
 /// Returns the fault of a path, if there is one.

@@ -20,7 +20,7 @@ pub struct Redirect {
     pub listeners: Vec<String>,
     /// Further node ports, and the listener for each.
     pub ports: BTreeMap<u16, String>,
-    /// A `tcp` listener with `original_destination` to which all TCP connections to pods of edge nodes are redirected, to any port. The pods' networks are those of Node objects within `kubernetes.pod_networks`. With `kubernetes.pods` only the addresses of running pods at the edge are redirected. Without this key: none.
+    /// A `tcp` listener with `original_destination` to which all TCP connections to pods of edge nodes are redirected, to any port. The pods' networks are those of Node objects within `kubernetes.pod_networks`. With `kubernetes.pods` only the addresses of running pods at the edge are redirected, except those in the `podCIDRs` of nodes that are not at the edge. Without this key: none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pods: Option<String>,
     /// Name of the nftables table (family inet) of these rules, which no one else may use.

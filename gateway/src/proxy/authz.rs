@@ -100,6 +100,14 @@ impl<'a> Destination<'a> {
             Self::Direct(_, pod) => pod,
         }
     }
+
+    /// Whether a pod, rather than a node or a service of it, may have the address of the destination.
+    fn may_be_pod(&self) -> bool {
+        match self {
+            Self::Node(route) => route.is_to_pod(),
+            Self::Direct(..) => true,
+        }
+    }
 }
 
 impl fmt::Display for Destination<'_> {
@@ -138,6 +146,11 @@ pub trait Authorize: Debug + Send + Sync + 'static {
         vec![1]
     }
 
+    /// Whether a decision depends on the pod to which a stream goes.
+    fn depends_on_pods(&self) -> bool {
+        false
+    }
+
     /// Returns a number that increases when a granted access may be denied now. Open streams are then checked again.
     fn generation(&self) -> u64 {
         0
@@ -163,6 +176,9 @@ pub struct PolicyAuthorizer {
     pub nodes: Nodes,
 }
 
+/// Reason why rules about pods cannot decide.
+const PODS_NOT_FOLLOWED: &str = "the policy depends on pods, and this gateway does not know which pods have which addresses (kubernetes.pods)";
+
 impl Authorize for PolicyAuthorizer {
     fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision {
         if self.policy.allows_all() {
@@ -172,10 +188,13 @@ impl Authorize for PolicyAuthorizer {
             AuthzDecision::Policy(self.policy.decide(&policy_input(ask, direct, node)))
         };
         // A rule that denies pods would not match while the pods are not known.
-        if let DestinationPod::Undecided(reason) = ask.destination.pod()
-            && self.policy.depends_on_pods()
-        {
-            return AuthzDecision::DependencyUnavailable(reason.to_string().into());
+        if self.policy.depends_on_pods() {
+            if let DestinationPod::Undecided(reason) = ask.destination.pod() {
+                return AuthzDecision::DependencyUnavailable(reason.to_string().into());
+            }
+            if ask.destination.may_be_pod() && !self.nodes.follows_pods() {
+                return AuthzDecision::DependencyUnavailable(PODS_NOT_FOLLOWED.into());
+            }
         }
         let route = match &ask.destination {
             Destination::Node(route) => route,
@@ -195,6 +214,10 @@ impl Authorize for PolicyAuthorizer {
     fn sample_ports(&self) -> Vec<u16> {
         let rules = self.policy.rules();
         rules.map_or_else(|| vec![1], |rules| rules.sample_ports().to_vec())
+    }
+
+    fn depends_on_pods(&self) -> bool {
+        self.policy.depends_on_pods()
     }
 
     fn generation(&self) -> u64 {

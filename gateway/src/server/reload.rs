@@ -142,6 +142,11 @@ impl Reloader {
         self.0.identity.names()
     }
 
+    /// Whether this gateway follows the cluster's Pod objects. Only a start changes this.
+    pub fn follows_pods(&self) -> bool {
+        self.0.shared.nodes.follows_pods()
+    }
+
     /// Counts a configuration that was refused, because it could not be read or prepared.
     pub fn record_refused(&self) {
         self.0.shared.metrics.count_reload(false);

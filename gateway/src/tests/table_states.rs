@@ -26,7 +26,10 @@ use crate::{
         direct,
         route::{self, Route, RouteInput},
     },
-    state::{ClusterNode, Node, Nodes, NodesWriter, Pod, Policy, PolicyWriter, pins},
+    state::{
+        ClusterNode, Node, Nodes, NodesWriter, Pod, Policy, PolicyWriter, pins,
+        pods::DestinationPod,
+    },
 };
 use causeway_certs::{
     Fingerprint, NodeName, NodeRecord, OpenMode, Pin, PinTable, Revocation, Store, StoreError,
@@ -352,6 +355,25 @@ async fn a_rule_about_pods_denies_or_is_undecided_while_pods_are_missing() {
         };
         assert_eq!(decided_about(table, &own, direct).await, by_direct);
     }
+}
+
+#[tokio::test]
+async fn a_rule_about_pods_is_undecided_if_pods_are_not_followed() {
+    let nodes = NodesWriter::default();
+    nodes.replace_cluster(members());
+    let nodes = nodes.reader();
+    let of_pods = policy(NodeSelector {
+        pod_namespaces: Specified::from(vec!["a".to_owned()]),
+        ..NodeSelector::default()
+    });
+    let undecided = Err(Reason::DependencyUnavailable);
+    let to_pod = Route::new(name("edge-1"), Target::new("10.244.1.7", 80)).with_pod(&nodes);
+    let to_pod = Destination::Node(&to_pod);
+    assert_eq!(decided_about(&nodes, &of_pods, to_pod).await, undecided);
+    let pod = DestinationPod::None;
+    let direct = Destination::Direct("10.244.1.7:80".parse().unwrap(), &pod);
+    assert_eq!(decided_about(&nodes, &of_pods, direct).await, undecided);
+    assert_eq!(decided(&nodes, &of_pods).await, Ok(()));
 }
 
 fn store() -> (tempfile::TempDir, Store) {

@@ -407,6 +407,11 @@ fn the_name_of_a_pod_is_not_looked_up() {
             Some("web.shop"),
             "not the name of a namespace",
         ),
+        (
+            "https://10.250.0.7:80/",
+            Some("shop"),
+            "for a pod at the edge write its node",
+        ),
     ] {
         ask.url = url.to_owned();
         ask.pod_namespace = namespace.map(str::to_owned);

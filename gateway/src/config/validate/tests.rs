@@ -701,7 +701,8 @@ fn namespaces_of_pods_in_egress_rules_are_names() {
         path,
         "set kubernetes.pods",
     );
-    for namespace in ["web.shop", "Shop", ""] {
+    let long = "a".repeat(64);
+    for namespace in ["web.shop", "Shop", "", "-bank", "bank-", "*-", &long] {
         let faults = with(namespace);
         let path = "egress.rules[0].to.pod_namespaces[0]: ";
         assert!(

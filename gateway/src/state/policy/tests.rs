@@ -770,8 +770,28 @@ fn a_condition_on_pods_matches_only_known_pods() {
         let policy = compiled(rules.clone());
         assert_eq!(all.map(|pod| to(pod).of(&policy)), allowed, "{rules:?}");
     }
-    let denied = compiled([of(texts(["shop"]), Effect::Deny), anything]);
+    let of_pods = compiled([of(texts(["shop"]), Effect::Deny)]);
+    assert!(of_pods.depends_on_pods() && !compiled([anything]).depends_on_pods());
+}
+
+#[test]
+fn a_rule_about_pods_does_not_deny_services_of_a_node() {
+    let all_pods = Rule {
+        r#where: NodeSelector {
+            pod_namespaces: texts(["*"]),
+            ..NodeSelector::default()
+        }
+        .into(),
+        ..rule(Effect::Deny)
+    };
+    let printer = Rule {
+        r#where: NodeSelector {
+            services: texts(["printer"]),
+            ..NodeSelector::default()
+        }
+        .into(),
+        ..rule(Effect::Allow)
+    };
     let service = asked(|asked| asked.service = Some("printer"));
-    assert!(!service.of(&denied), "no rule names the service");
-    assert!(denied.depends_on_pods() && !compiled([rule(Effect::Allow)]).depends_on_pods());
+    assert!(service.of(&compiled([all_pods, printer])));
 }
