@@ -18,7 +18,7 @@ use causeway_gateway::{
     control::nat::{Nat, NatError, PortMap},
     state::{Node, NodesWriter},
 };
-use serde_json::json;
+use serde_json::{Value, json};
 use std::{
     io::Write,
     net::{IpAddr, Ipv4Addr, SocketAddr},
@@ -669,6 +669,11 @@ fn elements_of(street: &SharedNetwork, set: &str) -> String {
     elements.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
+/// Returns the status of a pod with addresses of both families.
+fn dual_stack() -> Value {
+    json!({ "phase": "Running", "podIPs": [{ "ip": "10.250.0.7" }, { "ip": "fd01::7" }] })
+}
+
 #[tokio::test]
 async fn with_pod_objects_only_addresses_of_pods_at_edges_are_redirected() {
     need!(NEED, "curl");
@@ -681,11 +686,11 @@ async fn with_pod_objects_only_addresses_of_pods_at_edges_are_redirected() {
     let mut cloud = Pods::elsewhere(&street);
     cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &["10.244.1.0/24"]);
     cluster.node_with_pods("edge-2", true, &["10.0.0.12"], &[]);
-    cluster.node_with_pods("cloud-1", false, &["10.0.0.14"], &[]);
+    cluster.node_with_pods("cloud-1", false, &["10.0.0.14"], &["10.244.9.0/24"]);
+    // The address of a bridge of that node, which no object has.
+    cluster.pod("shop", "bridge-thief", "edge-1", "10.244.9.1");
     let v4 = one.pod("10.250.0.7", "edge").await;
-    let both =
-        json!({ "phase": "Running", "podIPs": [{ "ip": "10.250.0.7" }, { "ip": "fd01::7" }] });
-    cluster.put_pod(("shop", "web"), "edge-1", &both);
+    cluster.put_pod(("shop", "web"), "edge-1", &dual_stack());
     // A pod in the cloud, whose address is in the podCIDR of the edge node, and its thief.
     let straight = cloud.pod("10.244.1.9", "cloud").await;
     cluster.pod("shop", "cloud", "cloud-1", "10.244.1.9");

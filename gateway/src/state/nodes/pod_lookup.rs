@@ -3,13 +3,44 @@
 use super::{AddressMatch, Cluster, Nodes, Table};
 use crate::state::pods::{self, DestinationPod, Pod, PodLookup, PodMatch};
 use causeway_certs::NodeName;
-use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
+use ipnet::IpNet;
+use std::{
+    collections::{BTreeSet, HashSet},
+    net::IpAddr,
+    sync::Arc,
+};
 
 /// Location of the node of a pod.
 enum PodNode {
     Edge(NodeName),
     Elsewhere,
     Unknown,
+}
+
+/// Networks of pods of the cluster's nodes that are not at the edge.
+struct ElsewhereNetworks {
+    networks: HashSet<IpNet>,
+    /// The lengths of their prefixes. There are few, so that a lookup is cheap.
+    lengths: BTreeSet<u8>,
+}
+
+impl ElsewhereNetworks {
+    fn new(table: &Table) -> Self {
+        let members = table.sources.cluster.members().into_iter().flatten();
+        let elsewhere = members.filter(|(name, _)| !table.nodes.contains_key(*name));
+        let networks = elsewhere.flat_map(|(_, member)| &member.pod_networks);
+        let networks: HashSet<_> = networks.map(IpNet::trunc).collect();
+        let lengths = networks.iter().map(IpNet::prefix_len).collect();
+        Self { networks, lengths }
+    }
+
+    fn contain(&self, address: IpAddr) -> bool {
+        let mut lengths = self.lengths.iter();
+        lengths.any(|length| {
+            let network = IpNet::new(address, *length);
+            network.is_ok_and(|network| self.networks.contains(&network.trunc()))
+        })
+    }
 }
 
 impl Table {
@@ -104,13 +135,19 @@ impl Nodes {
             )
     }
 
-    /// Returns the addresses by which pods of edge nodes are reached; `None` if the pods, or the nodes of the cluster, are not known now.
+    /// Returns the addresses by which pods of edge nodes are reached, except those in the networks of pods of nodes that are not at the
+    /// edge: a stolen kubelet could report the address of an interface of such a node, which no Pod or Node object has. `None` if the
+    /// pods, or the nodes of the cluster, are not known now.
     pub fn edge_pod_addresses(&self) -> Option<BTreeSet<IpAddr>> {
         if self.pending_reason().is_some() {
             return None;
         }
         let mut all = self.pods.addresses()?;
-        all.retain(|address| matches!(self.by_address(*address), AddressMatch::Pod(_)));
+        let elsewhere = ElsewhereNetworks::new(&self.table.load());
+        all.retain(|address| {
+            matches!(self.by_address(*address), AddressMatch::Pod(_))
+                && !elsewhere.contain(*address)
+        });
         Some(all.into_iter().collect())
     }
 
