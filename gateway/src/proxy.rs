@@ -236,9 +236,27 @@ impl Proxy {
         self.authorize(&ask.with_route(route), record).await?;
         self.admit_client(ask.client, record)?;
         let selected = self.select_tunnel(route).await?;
+        // Another pod may have got the address during the waits.
+        self.check_same_pod(ask.client, route)?;
         record.set_node_permit(self.shared.limits.admit_node(&selected.streams)?);
         record.set_tunnel(selected.id);
         Ok(selected)
+    }
+
+    /// Checks that the address of a route still belongs to the pod that was authorized. An anonymous client does not learn that
+    /// it belongs to another one.
+    pub(crate) fn check_same_pod(
+        &self,
+        client: &ClientIdentity,
+        route: &Route,
+    ) -> Result<(), Error> {
+        let checked = route.check_same_pod(&self.shared.nodes);
+        checked.map_err(|error| match error.reason {
+            Reason::NodeUnknown if client.method == AuthMethod::Anonymous => {
+                self.listener.authentication.missing_credentials()
+            }
+            _ => error,
+        })
     }
 
     /// Takes the client's permit for the stream of a record, unless the record has one.

@@ -19,6 +19,7 @@ use crate::{
 use causeway_certs::NodeName;
 use causeway_gateway::{
     config::{Listener, ListenerProtocol, policy},
+    proxy::authz::{Authorize, AuthzDecision, AuthzRequest},
     state::{ClusterNode, Pod, PodsWriter, Policy, PolicyWriter},
 };
 use serde_json::{Value, json};
@@ -26,7 +27,10 @@ use std::{
     fs,
     net::{Ipv4Addr, SocketAddr},
     path::Path,
+    sync::Arc,
+    time::Duration,
 };
+use tokio::sync::Semaphore;
 
 fn configuration(cluster: &Cluster) -> String {
     let kubernetes = json!({
@@ -55,6 +59,21 @@ async fn get(site: &GatewayProcess, host: &str, port: u16) -> String {
         .args(["--connect-to", &format!("{host}:{port}:{}", site.listener)])
         .args([format!("https://{host}:{port}/")]);
     answer.run().await.ok().text().clone()
+}
+
+/// Waits until the metrics have these numbers of pods, of pods at most, and of addresses that several pods have.
+async fn until_counted(site: &GatewayProcess, expected: [u64; 3]) {
+    let names = [
+        "cluster_pods",
+        "cluster_pods_limit",
+        "pod_address_conflicts",
+    ];
+    // The metrics change after the table.
+    until("the pods are counted", async || {
+        let metrics = site.metrics().await;
+        names.map(|name| metrics.sum(name, &[])) == expected
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -104,23 +123,14 @@ async fn pods_in_no_pod_cidr_are_reached_on_their_nodes() {
         get(&site, "10.250.0.7", at_two).await.ends_with(" 404")
     })
     .await;
-    let table = async || {
-        let metrics = site.metrics().await;
-        [
-            "cluster_pods",
-            "cluster_pods_limit",
-            "pod_address_conflicts",
-        ]
-        .map(|name| metrics.sum(name, &[]))
-    };
-    assert_eq!(table().await, [2, 200_000, 1]);
+    until_counted(&site, [2, 200_000, 1]).await;
     let ended = json!({ "phase": "Failed", "podIPs": [{ "ip": "10.250.0.7" }] });
     cluster.put_pod(("shop", "thief"), "edge-1", &ended);
     until("a pod that has ended gives its address up", async || {
         get(&site, "10.250.0.7", at_two).await == "two 200"
     })
     .await;
-    assert_eq!(table().await, [1, 200_000, 0]);
+    until_counted(&site, [1, 200_000, 0]).await;
 }
 
 #[tokio::test]
@@ -277,6 +287,95 @@ async fn rules_for_pods_need_pod_objects() {
     );
 }
 
+#[tokio::test]
+async fn a_reload_refuses_rules_for_pods_until_a_start_follows_pods() {
+    need!("curl");
+    let cluster = Cluster::at(Ipv4Addr::LOCALHOST).await;
+    let with_pods = configuration(&cluster);
+    let without_pods = with_pods.replace(r#","pods":{}"#, "");
+    assert_ne!(without_pods, with_pods);
+    let app = App::saying("node").await;
+    let site = GatewayProcess::with_listeners(&without_pods).await;
+    let _edge = site.join("edge-1", app.port()).await;
+    cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &[]);
+    until("the node is reached", async || {
+        get(&site, "edge-1", 9100).await == "node 200"
+    })
+    .await;
+    let rules = site.path("policy.yaml");
+    fs::write(
+        &rules,
+        "rules: [{ where: { pod_namespaces: [bank] }, then: deny }]\n",
+    )
+    .unwrap();
+    let file = site.path("gateway.yaml");
+    let text = fs::read_to_string(&file).unwrap();
+    assert!(text.contains(&without_pods), "{text}");
+    let text = text.replace(&without_pods, &with_pods);
+    fs::write(&file, format!("{text}\npolicy: {}\n", rules.display())).unwrap();
+    let reload = causeway("reload").flag("--data-dir", site.data()).run();
+    let stderr = reload.await.with_code(2).stderr;
+    assert!(
+        stderr.contains("rules[0] (line 1)") && stderr.contains("restart it with kubernetes.pods"),
+        "{stderr}"
+    );
+    // The rules before stay in force.
+    assert_eq!(get(&site, "edge-1", 9100).await, "node 200");
+}
+
+/// Authorizer whose decisions wait for the test.
+#[derive(Clone, Debug)]
+struct SlowAuthorizer {
+    asked: Arc<Semaphore>,
+    decide: Arc<Semaphore>,
+}
+
+impl Authorize for SlowAuthorizer {
+    fn authorize(&self, _: &AuthzRequest<'_>) -> AuthzDecision {
+        self.asked.add_permits(1);
+        let decide = self.decide.clone();
+        AuthzDecision::Pending(Box::pin(async move {
+            decide.acquire().await.unwrap().forget();
+            Ok(())
+        }))
+    }
+}
+
+#[tokio::test]
+async fn a_pod_that_gets_the_address_during_the_decision_is_not_reached() {
+    let new = || Arc::new(Semaphore::new(0));
+    let slow = SlowAuthorizer {
+        asked: new(),
+        decide: new(),
+    };
+    let build = World::build()
+        .authorizer(slow.clone())
+        .config(|config| config.timeouts.authorize = Duration::from_mins(1))
+        .listener(listener("known", ListenerProtocol::Https));
+    let world = Box::pin(build.start()).await;
+    let mut pods = follow_pods(&world);
+    let app = App::saying("node").await;
+    let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    let client = world.client_at("known");
+    for moves in [false, true] {
+        let decision = async {
+            slow.asked.acquire().await.unwrap().forget();
+            if moves {
+                pods.remove("a/open");
+                pods.upsert(pod("b/other", "edge-1", "10.250.0.1")).unwrap();
+            }
+            slow.decide.add_permits(1);
+        };
+        let asking = client.get("https://open.a.pod:9100/");
+        let (answer, ()) = tokio::join!(asking, decision);
+        if moves {
+            assert_problem(&answer, 404, "node_unknown", "another pod");
+        } else {
+            assert_eq!(answer.status, 403, "the edge does not serve the address");
+        }
+    }
+}
+
 /// Returns the answer to a request through the proxy of an edge, and the status of the proxy.
 async fn get_by_proxy(edge: &Pods<'_>, host: &str, port: u16) -> String {
     let url = format!("http://{host}:{port}/");
@@ -347,6 +446,15 @@ async fn nodes_reach_pods_of_namespaces_that_a_rule_lists() {
     assert!(get("10.250.0.10", bank_at_cloud).await.ends_with(" 403"));
 }
 
+fn pod(pod: &str, node: &str, address: &str) -> Pod {
+    Pod {
+        name: pod.into(),
+        node: NodeName::parse(node).unwrap(),
+        addresses: [address.parse().unwrap()].into(),
+        ends_at: None,
+    }
+}
+
 /// Has the nodes of a cluster in this world, whose pods `a/open` on `edge-1`, `a/closed` on `edge-2` and `a/cloud` in the cloud have addresses.
 fn follow_pods(world: &World) -> PodsWriter {
     let nodes = world.nodes();
@@ -363,12 +471,6 @@ fn follow_pods(world: &World) -> PodsWriter {
         )
     };
     nodes.replace_cluster(["edge-1", "edge-2", "cloud-1"].map(member).into());
-    let pod = |pod: &str, node, address: &str| Pod {
-        name: pod.into(),
-        node: name(node),
-        addresses: [address.parse().unwrap()].into(),
-        ends_at: None,
-    };
     let mut pods = nodes.pods(9).unwrap();
     let all = [
         pod("a/open", "edge-1", "10.250.0.1"),

@@ -115,7 +115,7 @@ declare! {
     last_reload_successful: Gauge,
     /// Nodes of the cluster, by where they are.
     cluster_nodes: Family<[Label; 1], Gauge>,
-    /// Pods of the cluster with addresses of their own; 0 unless `kubernetes.pods` is set.
+    /// Pods of the cluster with addresses of their own. With more than the limit, the number at which it was exceeded. 0 unless `kubernetes.pods` is set.
     cluster_pods: Gauge,
     /// Maximum number of such pods (`kubernetes.pods.max_pods`), above which no pod is reached; 0 unless `kubernetes.pods` is set.
     cluster_pods_limit: Gauge,

@@ -705,6 +705,7 @@ impl AccessRecord {
             rule = fields.matched_rule.as_ref().map(|by| &*by.rule),
             rule_line = rule_line(fields),
             address = fields.direct_address.as_ref().map(|(address, _)| tracing::field::display(address)),
+            pod = pod_name(fields),
             status = fields.status,
             reason = fields.reason.map(Reason::word),
             detail = (!fields.detail.is_empty()).then_some(fields.detail.as_str()),
@@ -746,6 +747,7 @@ impl AccessRecord {
             rule = fields.matched_rule.as_ref().map(|by| &*by.rule),
             rule_line = rule_line(fields),
             address = fields.direct_address.as_ref().map(|(address, _)| tracing::field::display(address)),
+            pod = pod_name(fields),
             status = fields.status,
             reason = fields.reason.map(Reason::word),
             detail = (!fields.detail.is_empty()).then_some(fields.detail.as_str()),
@@ -755,6 +757,13 @@ impl AccessRecord {
             trace = self.trace.as_str(),
         );
     }
+}
+
+/// Returns `NAMESPACE/NAME` of the pod to which the stream goes, if a Pod object names one.
+fn pod_name(fields: &RecordFields) -> Option<&str> {
+    let routed = fields.route.as_ref().map(|route| &route.pod);
+    let direct = fields.direct_address.as_ref().map(|(_, pod)| pod);
+    routed.or(direct).and_then(DestinationPod::name)
 }
 
 /// Returns the line of the rule in the policy file. Rules of other keys of the configuration have none.

@@ -186,9 +186,7 @@ pub(super) fn check_same_pod(
     if nodes.destination_pod(address, None) == *authorized {
         return Ok(());
     }
-    Err(Reason::NodeUnknown.error(format!(
-        "{address} belongs to another pod than a moment ago; try again"
-    )))
+    Err(route::changed_pod_error(address))
 }
 
 /// Dials one address of a target.

@@ -19,6 +19,7 @@ use crate::{
     state::{
         NodeUnavailable,
         directory::{PeerRefusal, REFUSAL_TIME},
+        pods::DestinationPod,
         registry::SelectedTunnel,
     },
 };
@@ -153,6 +154,8 @@ async fn forward_stream(
         let Ok(next) = select_again(ctx, deadline).await else {
             return Err(error);
         };
+        // Another pod may have got the address during the waits.
+        ctx.proxy.check_same_pod(ctx.client, ctx.route)?;
         ctx.record.set_tunnel(next.id);
         (link, peer) = (next.tunnel, next.peer);
     }
@@ -388,7 +391,9 @@ async fn open_own_stream(
 ) -> Result<Option<(OpenStream, Permits, NodeName)>, Error> {
     let (node, client) = parse_forwarded(forwarded)?;
     let route = Route::new(node, target.clone()).with_pod(&shared.nodes);
+    check_known_pod(shared, &route)?;
     authorize(shared, &route, (client, kind, &head)).await?;
+    route.check_same_pod(&shared.nodes)?;
     let node = route.node;
     let (selected, _) = shared
         .registry
@@ -413,6 +418,18 @@ async fn open_own_stream(
         })?;
     shared.metrics.count_served_for_peer();
     Ok(Some((opened, permits, node)))
+}
+
+/// Checks that this gateway knows the pod of a route that another gateway has found, if its policy depends on pods. This gateway may
+/// learn later than the other one of a new pod, so a decision about an unknown one could be wrong.
+fn check_known_pod(shared: &ProxyState, route: &Route) -> Result<(), Error> {
+    if route.pod == DestinationPod::Unknown && shared.authorizer.depends_on_pods() {
+        return Err(Reason::DependencyUnavailable.error(format!(
+            "the gateway that has the tunnel of {} does not know the pod at {} yet, or several pods have the address; try again",
+            route.node, route.target.host
+        )));
+    }
+    Ok(())
 }
 
 fn parse_forwarded(forwarded: &ForwardedFields) -> Result<(NodeName, ForwardedClient), Error> {

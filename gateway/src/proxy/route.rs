@@ -101,6 +101,23 @@ impl Route {
         self
     }
 
+    /// Checks that the address still belongs to the pod that was authorized.
+    ///
+    /// # Errors
+    /// [`Reason::NodeUnknown`], or [`Reason::DependencyUnavailable`] if the pods are not known any more.
+    pub(super) fn check_same_pod(&self, nodes: &Nodes) -> Result<(), Error> {
+        let Some(address) = self.target.ip().filter(|_| self.is_to_pod()) else {
+            return Ok(());
+        };
+        match nodes.destination_pod(address, Some(&self.node)) {
+            current if current == self.pod => Ok(()),
+            DestinationPod::Undecided(reason) => {
+                Err(Reason::DependencyUnavailable.error(reason.to_string()))
+            }
+            _ => Err(changed_pod_error(address)),
+        }
+    }
+
     /// Returns the service of the node, if the route leads to one.
     pub fn service(&self) -> Option<&str> {
         self.target.service_of(self.node.as_str())
@@ -330,6 +347,13 @@ fn find_pod(name: &str, nodes: &Nodes) -> Result<Option<(NodeName, IpAddr)>, Err
             Err(Reason::DependencyUnavailable.error(reason.to_string()))
         }
     }
+}
+
+/// Returns the error of a stream whose address has another pod than the one that was authorized.
+pub(super) fn changed_pod_error(address: IpAddr) -> Error {
+    Reason::NodeUnknown.error(format!(
+        "{address} belongs to another pod than a moment ago; try again"
+    ))
 }
 
 fn unknown_pod_error(host: &str) -> Error {

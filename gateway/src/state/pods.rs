@@ -28,6 +28,8 @@ use tokio::{sync::watch, time::Instant};
 
 /// Time without the source after which the table is no longer used: addresses of pods are assigned again.
 pub const MAX_LOST: Duration = Duration::from_mins(5);
+/// Minimum time between two log lines about addresses outside the networks of pods.
+const OUTSIDE_LOG_INTERVAL: Duration = Duration::from_hours(1);
 /// Number of shards of each map: with 200,000 pods, a change copies about 400 entries.
 const SHARDS: usize = 512;
 /// Last label of the name of a pod.
@@ -98,6 +100,14 @@ pub enum DestinationPod {
 }
 
 impl DestinationPod {
+    /// Returns `NAMESPACE/NAME` of the pod, if there is exactly one.
+    pub fn name(&self) -> Option<&str> {
+        match self {
+            Self::Pod(name) => Some(name),
+            Self::None | Self::Unknown | Self::Undecided(_) => None,
+        }
+    }
+
     /// Returns the input of rules.
     pub fn policy_input(&self) -> PodInput<'_> {
         match self {
@@ -122,6 +132,7 @@ struct PodTable {
     by_address: Shards<IpAddr, Vec<Arc<Pod>>>,
     by_name: Shards<Arc<str>, Arc<Pod>>,
     conflict_throttle: LogThrottle,
+    outside_throttle: LogThrottle,
     /// Notifies of changed pods. The request path never uses it.
     changed: watch::Sender<()>,
 }
@@ -148,6 +159,7 @@ impl Pods {
             by_address: Shards::new(),
             by_name: Shards::new(),
             conflict_throttle: LogThrottle::default(),
+            outside_throttle: LogThrottle::default(),
             changed: watch::Sender::default(),
         });
     }
@@ -272,11 +284,19 @@ impl PodTable {
     fn own_addresses(&self, pod: &Pod) -> Vec<IpAddr> {
         let mut addresses: Vec<IpAddr> = Vec::new();
         for address in pod.addresses.iter().map(IpAddr::to_canonical) {
-            if self.covers(address) && !addresses.contains(&address) {
+            if !self.covers(address) {
+                self.log_outside(address, &pod.name);
+            } else if !addresses.contains(&address) {
                 addresses.push(address);
             }
         }
         addresses
+    }
+
+    fn log_outside(&self, address: IpAddr, pod: &str) {
+        if let Some(count) = self.outside_throttle.record_within(OUTSIDE_LOG_INTERVAL) {
+            tracing::warn!(%address, pod, count, "the address of a pod is outside kubernetes.pod_networks: it leads to no edge, and no rule with pod_namespaces matches it, not even one that denies");
+        }
     }
 
     fn log_conflict(&self, address: IpAddr, pods: &[Arc<Pod>]) {
@@ -297,6 +317,7 @@ impl PodTable {
 pub struct PodsWriter {
     pods: Pods,
     max_pods: usize,
+    /// Pods in the table. If there were too many, the last number of them, although the table is empty then.
     count: usize,
     /// Addresses that several pods have, running or not.
     shared: HashSet<IpAddr>,
@@ -319,7 +340,7 @@ impl PodsWriter {
         })
     }
 
-    /// Returns the number of pods in the table.
+    /// Returns the number of pods in the table, or, if there are too many, the number at which the table was put out of use.
     pub fn count(&self) -> usize {
         self.count
     }
@@ -363,6 +384,7 @@ impl PodsWriter {
             }
         }
         if by_name.len() > self.max_pods {
+            self.count = by_name.len();
             return Err(self.overflow());
         }
         let mut by_address: HashMap<IpAddr, Vec<Arc<Pod>>> = HashMap::new();
@@ -471,7 +493,6 @@ impl PodsWriter {
             table.by_name.replace(HashMap::new());
         }
         self.shared.clear();
-        self.count = 0;
         error
     }
 }

@@ -2,12 +2,14 @@
 
 use super::*;
 use crate::{
+    config,
     proxy::{
         Proxy,
+        authz::PolicyAuthorizer,
         tests::{answer, proxy, proxy_state, send, serve_streams},
     },
     state::{
-        NewTunnel, Registry,
+        NewTunnel, Node, NodesWriter, Pod, Policy, PolicyWriter, Registry,
         directory::{HeldState, Peer, PeerLink},
         registry::EdgeCertificate,
     },
@@ -21,6 +23,7 @@ use causeway_tunnel::{
 };
 use http::header::HOST;
 use http_body_util::Full;
+use serde_json::json;
 use std::sync::Arc;
 use tokio::{
     io::{DuplexStream, duplex},
@@ -49,6 +52,31 @@ impl Gateway {
         Self {
             name,
             proxy: proxy(&proxy_state(&registry, &[node()])),
+            registry,
+            tasks: TaskGroup::default(),
+            freeze_edge: watch::Sender::new(false),
+        }
+    }
+
+    /// Returns a gateway that follows these pods of the node, and whose policy allows pods in the namespace `a`.
+    fn with_pods(name: &'static str, pods: Vec<Pod>) -> Self {
+        let registry = Registry::new(&Workers::on_current_runtime());
+        let nodes = NodesWriter::default();
+        nodes.upsert(node(), Node::default());
+        nodes.follow_pods(&["10.250.0.0/16".parse().unwrap()]);
+        nodes.pods(9).unwrap().replace(pods).unwrap();
+        let rules = json!({ "rules": [{ "where": { "pod_namespaces": ["a"] }, "then": "allow" }] });
+        let rules: config::policy::Policy = serde_json::from_value(rules).unwrap();
+        let rules = PolicyWriter::new(Some(Policy::compile(&rules).unwrap()));
+        let mut shared = Arc::into_inner(proxy_state(&registry, &[])).unwrap();
+        shared.nodes = nodes.reader();
+        shared.authorizer = Arc::new(PolicyAuthorizer {
+            policy: rules.reader(),
+            nodes: nodes.reader(),
+        });
+        Self {
+            name,
+            proxy: proxy(&Arc::new(shared)),
             registry,
             tasks: TaskGroup::default(),
             freeze_edge: watch::Sender::new(false),
@@ -129,7 +157,11 @@ impl Gateway {
 
     /// Sends a request of a client, and returns the status and the body of the response.
     async fn get(&self) -> (StatusCode, String) {
-        let request = Request::get("/").header(HOST, node().as_str());
+        self.get_from(node().as_str()).await
+    }
+
+    async fn get_from(&self, host: &str) -> (StatusCode, String) {
+        let request = Request::get("/").header(HOST, host);
         let request = request.body(Full::default()).unwrap();
         let response = send(&self.proxy, request, |_| {}).await.unwrap();
         let text = String::from_utf8(response.body().to_vec()).unwrap();
@@ -178,6 +210,29 @@ async fn a_holder_leaves_a_request_to_another_while_its_tunnel_is_late() {
     sleep(REFUSAL_TIME).await;
     let served = Box::pin(entry.get()).await;
     assert_eq!(served, (StatusCode::OK, "late".to_owned()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_holder_that_does_not_know_a_pod_yet_denies_nothing() {
+    let pod = |name: &str| Pod {
+        name: name.into(),
+        node: node(),
+        addresses: ["10.250.0.7".parse().unwrap()].into(),
+        ends_at: None,
+    };
+    for (known, expected) in [
+        (vec![pod("a/web")], StatusCode::OK),
+        (Vec::new(), StatusCode::SERVICE_UNAVAILABLE),
+        // By the holder's own table, the address belongs to a pod in another namespace.
+        (vec![pod("b/web")], StatusCode::FORBIDDEN),
+    ] {
+        let entry = Gateway::with_pods("entry", vec![pod("a/web")]);
+        let holder = Gateway::with_pods("holder", known);
+        holder.register_edge().await;
+        entry.add_holder(&holder).await;
+        let (status, text) = entry.get_from("10.250.0.7:9100").await;
+        assert_eq!(status, expected, "{text}");
+    }
 }
 
 #[tokio::test(start_paused = true)]
