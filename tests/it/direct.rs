@@ -190,86 +190,77 @@ async fn a_reset_on_one_side_is_a_reset_on_the_other() {
     assert_eq!(app.end().await, End::Reset);
 }
 
-/// The bytes of a target that has reset its connection are unread when the client's first bytes are sent to it.
-#[tokio::test]
-async fn the_last_bytes_of_a_target_precede_its_reset() {
-    let sent = pattern(48 << 10);
-    let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = app.local_addr().unwrap();
-    let target = address.to_string();
-    let at_edge = Listener {
-        node: Some("edge-1".to_owned()),
-        port: Some(7),
-        ..anonymous("tcp", ListenerProtocol::Tcp)
-    };
+/// Number of bytes that a target sends before it resets its connection.
+const LAST_BYTES: usize = 48 << 10;
+
+/// Accepts a connection, and resets it behind these bytes.
+async fn accept_and_reset(app: &TcpListener, sent: &[u8]) {
+    let (mut accepted, _) = app.accept().await.unwrap();
+    accepted.write_all(sent).await.unwrap();
+    accepted.set_zero_linger().unwrap();
+}
+
+/// Receives these bytes and then a reset; or an end, if the error of a write may have consumed the reset.
+async fn receive_all(wire: &mut dyn Wire, may_end: bool, sent: &[u8]) {
+    let (mut received, mut buf) = (Vec::new(), [0; 4096]);
+    loop {
+        match timeout(PATIENCE, wire.read(&mut buf)).await.unwrap() {
+            Ok(0) if may_end => break,
+            Ok(0) => panic!("an end in order behind {} bytes", received.len()),
+            Ok(read) => received.extend_from_slice(&buf[..read]),
+            // An end without the alert of TLS.
+            Err(error) if may_end && error.kind() == ErrorKind::UnexpectedEof => break,
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+                break;
+            }
+        }
+    }
+    assert!(received == sent, "{} bytes", received.len());
+}
+
+/// Starts a gateway that dials targets itself.
+async fn dialling_world() -> World {
     let api = Listener {
         errors: ErrorFormat::Kubernetes,
         ..dialling("api")
     };
     let build = World::build().listener(dialling("wide")).listener(api);
-    let world = build.listener(at_edge).start().await;
-    let edge = world.edge("edge-1").port_as(7, Protocol::Tcp, address);
-    let _edge = edge.join().await;
-    let accept_and_reset = async || {
-        let (mut accepted, _) = app.accept().await.unwrap();
-        accepted.write_all(&sent).await.unwrap();
-        accepted.set_zero_linger().unwrap();
-    };
-    // The error of a write may have consumed the reset. Then the bytes precede an end.
-    let receive_all =
-        async |wire: &mut dyn Wire, (listener, may_end): (&str, bool), sent: &[u8]| {
-            let (mut received, mut buf) = (Vec::new(), [0; 4096]);
-            loop {
-                match timeout(PATIENCE, wire.read(&mut buf)).await.unwrap() {
-                    Ok(0) if may_end => break,
-                    Ok(0) => panic!(
-                        "{listener}: an end in order behind {} bytes",
-                        received.len()
-                    ),
-                    Ok(read) => received.extend_from_slice(&buf[..read]),
-                    // An end without the alert of TLS.
-                    Err(error) if may_end && error.kind() == ErrorKind::UnexpectedEof => break,
-                    Err(error) => {
-                        assert_eq!(error.kind(), ErrorKind::ConnectionReset);
-                        break;
-                    }
-                }
-            }
-            assert!(received == sent, "{listener}: {} bytes", received.len());
-        };
+    build.start().await
+}
+
+/// The bytes of a target that has reset its connection are unread when the client's first bytes are sent to it.
+#[tokio::test]
+async fn the_last_bytes_of_a_dialled_target_precede_its_reset() {
+    let sent = pattern(LAST_BYTES);
+    let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let target = app.local_addr().unwrap().to_string();
+    let world = dialling_world().await;
     for listener in ["wide", "api"] {
         let (mut wire, answer) = asked(&world, listener, &target).await;
-        assert!(answer.starts_with(HELLO), "{answer}");
-        accept_and_reset().await;
+        assert!(answer.starts_with(HELLO), "{listener}: {answer}");
+        accept_and_reset(&app, &sent).await;
         // If the relay of "wide" has ended already, this may fail.
         let written = wire.write_all(b"first").await;
-        receive_all(&mut wire, (listener, written.is_err()), &sent).await;
+        receive_all(&mut wire, written.is_err(), &sent).await;
     }
+}
 
-    let mut wire = world.client_at("tcp").tcp_stream().await;
-    let (mut accepted, _) = app.accept().await.unwrap();
-    // A reset before the edge knows that it is connected would be a failed dial.
-    accepted.write_all(b"x").await.unwrap();
-    wire.read_exact(&mut [0]).await.unwrap();
-    // A tunnel takes the last bytes as far as its buffers and windows accept them at once.
-    let few = &sent[..4 << 10];
-    accepted.write_all(few).await.unwrap();
-    accepted.set_zero_linger().unwrap();
-    drop(accepted);
-    receive_all(&mut wire, ("tcp", false), few).await;
-
-    let mut wire = world
-        .client_at("api")
-        .wire(GATEWAY_NAME, &["h2"])
-        .await
-        .unwrap();
+#[tokio::test]
+async fn the_last_bytes_of_a_target_precede_its_reset_over_http2() {
+    let sent = pattern(LAST_BYTES);
+    let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let target = app.local_addr().unwrap().to_string();
+    let world = dialling_world().await;
+    let client = world.client_at("api");
+    let mut wire = client.wire(GATEWAY_NAME, &["h2"]).await.unwrap();
     let head = fields(&[(":method", "CONNECT"), (":authority", &target)]);
     let head = frame(HEADERS, END_HEADERS, 1, &head);
     let opening = [PREFACE, &settings(&[]), &head].concat();
     send(&mut *wire, &opening).await.unwrap();
     let answer = next_of(&mut *wire).await;
     assert_eq!((answer.kind, answer.status()), (HEADERS, 200));
-    accept_and_reset().await;
+    accept_and_reset(&app, &sent).await;
     send(&mut *wire, &frame(DATA, 0, 1, b"first"))
         .await
         .unwrap();
@@ -281,10 +272,33 @@ async fn the_last_bytes_of_a_target_precede_its_reset() {
         }
     };
     assert!(received == sent, "{} bytes", received.len());
-    assert_eq!(
-        (end.kind, &end.payload[..]),
-        (RST_STREAM, &[0, 0, 0, 10][..])
-    );
+    let code = &end.payload[..];
+    assert_eq!((end.kind, code), (RST_STREAM, &[0, 0, 0, 10][..]));
+}
+
+#[tokio::test]
+async fn the_last_bytes_of_a_target_at_an_edge_precede_its_reset() {
+    let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let at_edge = Listener {
+        node: Some("edge-1".to_owned()),
+        port: Some(7),
+        ..anonymous("tcp", ListenerProtocol::Tcp)
+    };
+    let world = World::build().listener(at_edge).start().await;
+    let edge = world.edge("edge-1");
+    let edge = edge.port_as(7, Protocol::Tcp, app.local_addr().unwrap());
+    let _edge = edge.join().await;
+    let mut wire = world.client_at("tcp").tcp_stream().await;
+    let (mut accepted, _) = app.accept().await.unwrap();
+    // A reset before the edge knows that it is connected would be a failed dial.
+    accepted.write_all(b"x").await.unwrap();
+    wire.read_exact(&mut [0]).await.unwrap();
+    // A tunnel takes the last bytes as far as its buffers and windows accept them at once.
+    let few = pattern(4 << 10);
+    accepted.write_all(&few).await.unwrap();
+    accepted.set_zero_linger().unwrap();
+    drop(accepted);
+    receive_all(&mut wire, false, &few).await;
 }
 
 /// Returns the next frame of stream 1, except updates of its window.

@@ -259,8 +259,8 @@ async fn a_certificate_that_proves_nothing_does_not_stand_in_the_way_of_a_token(
             let refused = wrong.get("https://edge-1:9100/").await;
             assert_problem(&refused, 401, "unauthenticated", "token: ");
             assert!(refused.text().contains(why), "{refused}");
-            let served = client.bearer(&token).get("https://edge-1:9100/").await;
-            assert_eq!(served.text(), "hello", "{why}");
+            let accepted = client.bearer(&token).get("https://edge-1:9100/").await;
+            assert_eq!(accepted.text(), "hello", "{why}");
         }
         // A listener without tokens refuses the handshake.
         let request = Request::get("https://edge-1:9100/").body(whole(""));

@@ -461,6 +461,38 @@ mod tests {
         causeway_rt::forward!(0: poll_flush, poll_shutdown);
     }
 
+    /// Answers each request with 300 bytes, and drops its stream once the client has received them. Streams of paths below
+    /// `/aborted` are aborted, and responses to paths that end with `/ended` are whole.
+    async fn serve_aborted(
+        near: CutIo,
+        aborted: AbortedStreams,
+        until_received: &mut mpsc::Receiver<()>,
+    ) {
+        let limiter = ControlFrameLimiter::new(near, || panic!("it is no flood"));
+        let io = limiter.with_aborted_streams(aborted.clone());
+        let mut server = h2::server::handshake(io).await.unwrap();
+        let mut open = None;
+        loop {
+            let (request, mut respond) = tokio::select! {
+                Some(()) = until_received.recv() => {
+                    drop(open.take());
+                    continue;
+                }
+                accepted = server.accept() => accepted.unwrap().unwrap(),
+            };
+            let path = request.uri().path();
+            if path.starts_with("/aborted") {
+                aborted.insert(Some(respond.stream_id().as_u32()));
+            }
+            let head = http::Response::new(());
+            let mut send = respond.send_response(head, false).unwrap();
+            let is_last = path.ends_with("/ended");
+            let chunk = bytes::Bytes::from_static(&[8; 300]);
+            send.send_data(chunk, is_last).unwrap();
+            open = Some((request, send));
+        }
+    }
+
     #[tokio::test(start_paused = true)]
     async fn resets_of_aborted_streams_reach_the_client_as_errors() {
         for cut in [1, 5, 12, 13, 14, 1 << 16] {
@@ -468,31 +500,7 @@ mod tests {
             let near = CutIo(near, cut);
             let aborted = AbortedStreams::default();
             let (received_all, mut until_received) = mpsc::channel(1);
-            let server = async {
-                let limiter = ControlFrameLimiter::new(near, || panic!("it is no flood"));
-                let io = limiter.with_aborted_streams(aborted.clone());
-                let mut server = h2::server::handshake(io).await.unwrap();
-                let mut open = None;
-                loop {
-                    let (request, mut respond) = tokio::select! {
-                        Some(()) = until_received.recv() => {
-                            drop(open.take());
-                            continue;
-                        }
-                        accepted = server.accept() => accepted.unwrap().unwrap(),
-                    };
-                    let path = request.uri().path();
-                    if path.starts_with("/aborted") {
-                        aborted.insert(Some(respond.stream_id().as_u32()));
-                    }
-                    let head = http::Response::new(());
-                    let mut send = respond.send_response(head, false).unwrap();
-                    let is_last = path.ends_with("/ended");
-                    let chunk = bytes::Bytes::from_static(&[8; 300]);
-                    send.send_data(chunk, is_last).unwrap();
-                    open = Some((request, send));
-                }
-            };
+            let server = serve_aborted(near, aborted, &mut until_received);
             let client = async {
                 let (requests, connection) = h2::client::handshake(far).await.unwrap();
                 let asking = async {
@@ -504,8 +512,8 @@ mod tests {
                     ] {
                         let request = http::Request::get(format!("http://a{path}")).body(());
                         let mut requests = requests.clone().ready().await.unwrap();
-                        let sent = requests.send_request(request.unwrap(), false).unwrap();
-                        let (answer, mut send) = sent;
+                        let (answer, mut send) =
+                            requests.send_request(request.unwrap(), false).unwrap();
                         let mut body = answer.await.unwrap().into_body();
                         let mut received = 0;
                         while received < 300 {

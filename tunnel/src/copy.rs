@@ -806,7 +806,7 @@ mod tests {
             let socket = guarded(DeadSocket { write_error });
             let counters = ByteCounters::default();
             let relaying = relay_guarded(socket, far, &counters, false);
-            let outcome = timeout(Duration::from_secs(60), relaying).await.unwrap();
+            let outcome = timeout(Duration::from_mins(1), relaying).await.unwrap();
             match (send_error, &outcome) {
                 (None, CopyOutcome::Socket(error)) => assert_eq!(error.kind(), reset),
                 (Some(expected), CopyOutcome::Stream(error)) => assert_eq!(*error, expected),

@@ -548,7 +548,7 @@ mod tests {
         }));
         let own = |ip| {
             ["10.0.0.6", "10.0.0.8"]
-                .map(|own| own.parse())
+                .map(str::parse)
                 .contains(&Ok(host_addresses::strip_nat64(ip)))
         };
         let policy = Policy {
