@@ -207,7 +207,10 @@ const FOREIGN: [&str; 3] = ["apiVersion:", "expect:", "scrape_configs:"];
 async fn refused(page: &Page, text: &str) -> Option<String> {
     let policy = text.starts_with("rules:");
     let file = if policy { "policy.yaml" } else { "block.yaml" };
-    fs::write(page.file("block.yaml"), "policy: policy.yaml\n").unwrap();
+    // A policy may name namespaces of pods.
+    let pods = "kubernetes: { pods: {}, pod_networks: [10.244.0.0/16] }";
+    let configuration = format!("policy: policy.yaml\n{pods}\n");
+    fs::write(page.file("block.yaml"), configuration).unwrap();
     fs::write(page.file(file), text).unwrap();
     let check = "--config block.yaml --check-config";
     let check = format!("causeway gateway {check} || causeway edge {check}");

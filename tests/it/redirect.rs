@@ -682,7 +682,7 @@ async fn with_pod_objects_only_addresses_of_pods_at_edges_are_redirected() {
     let cluster = Cluster::at(HUB).await;
     let configuration = pod_configuration(&cluster);
     let mut site = GatewayProcess::listening(&format!("{HUB}:0"), &configuration).await;
-    let mut one = Pods::at(&street, &site, "edge-1", "0.0.0.0/0").await;
+    let mut one = Pods::at(&street, &site, "edge-1", "10.250.0.7,0.0.0.0/0").await;
     let mut cloud = Pods::elsewhere(&street);
     cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &["10.244.1.0/24"]);
     cluster.node_with_pods("edge-2", true, &["10.0.0.12"], &[]);
