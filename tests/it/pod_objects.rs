@@ -188,7 +188,7 @@ async fn rules_for_namespaces_decide_about_the_pods_in_them() {
     let cluster = Cluster::at(HUB).await;
     let configuration = format!("{}\npolicy: {}", configuration(&cluster), rules.display());
     let site = GatewayProcess::listening(&format!("{HUB}:0"), &configuration).await;
-    let mut edge = Pods::at(&street, &site, "edge-1", "0.0.0.0/0").await;
+    let mut edge = Pods::at(&street, &site, "edge-1", "10.250.0.7,10.250.0.8,0.0.0.0/0").await;
     cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &[]);
     let shop = edge.pod("10.250.0.7", "shop").await.port();
     let bank = edge.pod("10.250.0.8", "bank").await.port();
@@ -244,7 +244,7 @@ async fn a_static_pod_neither_is_reached_nor_takes_an_address() {
     let street = SharedNetwork::new();
     let cluster = Cluster::at(HUB).await;
     let site = GatewayProcess::listening(&format!("{HUB}:0"), &configuration(&cluster)).await;
-    let mut edge = Pods::at(&street, &site, "edge-1", "0.0.0.0/0").await;
+    let mut edge = Pods::at(&street, &site, "edge-1", "10.250.0.7,10.250.0.8,0.0.0.0/0").await;
     cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &["10.250.0.0/24"]);
     let own = edge.pod("10.250.0.7", "own").await.port();
     let of_kubelet = edge.pod("10.250.0.8", "static").await.port();
@@ -394,7 +394,7 @@ async fn nodes_reach_pods_of_namespaces_that_a_rule_lists() {
     let site = GatewayProcess::listening(&format!("{HUB}:0"), &configuration).await;
     let proxy = "egress: { proxy: { listen: 127.0.0.1:1080 } }\n";
     let one = Pods::with_config(&street, &site, ("edge-1", "10.0.0.0/8"), proxy).await;
-    let mut two = Pods::at(&street, &site, "edge-2", "10.0.0.0/8").await;
+    let mut two = Pods::at(&street, &site, "edge-2", "10.250.0.7,10.250.0.8,10.0.0.0/8").await;
     let mut cloud = Pods::elsewhere(&street);
     cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &[]);
     cluster.node_with_pods("edge-2", true, &["10.0.0.12"], &[]);
@@ -570,7 +570,7 @@ async fn a_passthrough_listener_leads_to_pods_by_their_names() {
         rules.display()
     );
     let site = GatewayProcess::listening(&format!("{HUB}:0"), &configuration).await;
-    let mut edge = Pods::at(&street, &site, "edge-1", "0.0.0.0/0").await;
+    let mut edge = Pods::at(&street, &site, "edge-1", "10.250.0.7,10.250.0.8,0.0.0.0/0").await;
     cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &[]);
     cluster.node_with_pods("cloud-1", false, &["10.0.0.14"], &[]);
     edge.pod_at("10.250.0.7", port, "shop").await;
