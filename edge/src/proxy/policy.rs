@@ -166,18 +166,18 @@ impl Policy {
         let ip = address.ip().to_canonical();
         let is_named = self.allow.permits_name(&upstream.target.host);
         let is_loopback = ip.is_loopback() || ip.is_unspecified();
-        let is_local = is_loopback || self.is_of_this_host(ip);
+        let is_local = || is_loopback || self.is_of_this_host(ip);
         let is_permitted = match upstream.id {
             // A name that resolves to this machine must not bypass the list of ports: a hostile DNS server
             // could open all of them. `localhost` and an address are allowed if configured explicitly, loopback by `ports` only.
-            UpstreamKey::Other(_) if is_local => {
+            UpstreamKey::Other(_) if is_local() => {
                 let is_written =
                     !is_loopback && upstream.target.ip().map(|own| own.to_canonical()) == Some(ip);
                 is_named && upstream.target.host.eq_ignore_ascii_case("localhost")
                     || is_written && self.allow.lists_address(ip)
             }
             // The same is true for a machine of the site that claims the name of a service.
-            UpstreamKey::Service(_) if is_local => {
+            UpstreamKey::Service(_) if is_local() => {
                 let is_configured = upstream.target.host.eq_ignore_ascii_case("localhost")
                     || upstream.target.ip() == Some(ip);
                 is_configured && (is_named || self.allow.permits(ip))

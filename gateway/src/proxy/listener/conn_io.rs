@@ -118,7 +118,7 @@ impl ConnState {
     }
 
     /// Whether a head is being received. Bytes that are written then are not a response of the service.
-    fn is_reading_head(&self) -> bool {
+    pub fn is_reading_head(&self) -> bool {
         self.head_started_at.load(Relaxed) > 0
     }
 

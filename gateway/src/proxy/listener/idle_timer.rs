@@ -2,8 +2,8 @@
 //!
 //! Each request counts from the end of its head until all its parts have ended: its response, an upload after the
 //! response, a session. Bytes that wait for the client's socket keep the connection busy as well: hyper takes the end of a response
-//! into its buffer while a client reads nothing. A connection without any request yet is not idle, because its first head has its
-//! own timeout.
+//! into its buffer while a client reads nothing. A connection whose first head is not complete is not idle, because the
+//! head has its own timeout.
 
 use super::conn_io::ConnState;
 use std::{
@@ -46,10 +46,13 @@ impl IdleTimer {
         self.open_requests.load(Relaxed) > 0
     }
 
-    fn idle_since(&self) -> Option<Instant> {
-        let since = self.idle_since.load(Relaxed).checked_sub(1);
-        let since = since.filter(|_| self.open_requests.load(Relaxed) == 0)?;
-        Some(self.created_at + Duration::from_millis(since))
+    fn idle_since(&self, socket: &ConnState) -> Option<Instant> {
+        let since = self.idle_since.load(Relaxed);
+        // A first head that h2 refuses itself begins no request.
+        if self.has_open_requests() || (since == 0 && socket.is_reading_head()) {
+            return None;
+        }
+        Some(self.created_at + Duration::from_millis(since.saturating_sub(1)))
     }
 
     /// Waits until no request has been open and no bytes have waited for the socket for `idle_timeout`, and at least for that time.
@@ -58,7 +61,7 @@ impl IdleTimer {
         loop {
             sleep_until(deadline).await;
             let now = Instant::now();
-            let since = self.idle_since().zip(socket.sent_at());
+            let since = self.idle_since(socket).zip(socket.sent_at());
             deadline = since.map_or(now, |(ended, sent)| ended.max(sent)) + idle_timeout;
             if deadline <= now {
                 return;
@@ -72,7 +75,7 @@ impl IdleTimer {
         loop {
             sleep_until(deadline).await;
             let now = Instant::now();
-            let since = self.idle_since().zip(socket.unsent_since());
+            let since = self.idle_since(socket).zip(socket.unsent_since());
             deadline = since.map_or(now, |(ended, unsent)| ended.max(unsent)) + limit;
             if deadline <= now {
                 return;
@@ -119,6 +122,16 @@ mod tests {
         let again = idle.begin_request();
         drop(again);
         assert!(idle.wait_idle(&socket, bound).now_or_never().is_none());
+        let began = Instant::now();
+        idle.wait_idle(&socket, bound).await;
+        assert_eq!(began.elapsed(), bound);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_whose_first_head_began_no_request_is_idle() {
+        let (idle, socket) = (Arc::new(IdleTimer::default()), ConnState::default());
+        let bound = Duration::from_secs(3);
+        socket.head_complete();
         let began = Instant::now();
         idle.wait_idle(&socket, bound).await;
         assert_eq!(began.elapsed(), bound);
