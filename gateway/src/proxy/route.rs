@@ -109,6 +109,14 @@ impl Route {
         let Some(address) = self.target.ip().filter(|_| self.is_to_pod()) else {
             return Ok(());
         };
+        // Rules permit an unknown pod only if they permit every pod, so it may be known now: the table of this gateway may be
+        // later than that of the gateway which forwards.
+        if matches!(
+            self.pod,
+            DestinationPod::Unknown | DestinationPod::Undecided(_)
+        ) {
+            return Ok(());
+        }
         match nodes.destination_pod(address, Some(&self.node)) {
             current if current == self.pod => Ok(()),
             DestinationPod::Undecided(reason) => {

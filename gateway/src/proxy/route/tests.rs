@@ -553,7 +553,8 @@ fn a_route_has_the_only_pod_with_the_address_as_it_was() {
     }
     let route = routed("10.250.7.7");
     pods.remove("a/web");
-    assert_eq!(route.clone().with_pod(&nodes).pod, DestinationPod::Unknown);
+    let unknown = route.clone().with_pod(&nodes);
+    assert_eq!(unknown.pod, DestinationPod::Unknown);
     let other = Pod {
         name: "z/other".into(),
         node: route.node.clone(),
@@ -563,6 +564,8 @@ fn a_route_has_the_only_pod_with_the_address_as_it_was() {
     pods.upsert(other).unwrap();
     assert_eq!(routed("10.250.7.7").pod, pod("z/other"));
     assert_eq!(route.pod, pod("a/web"), "the stream leads to the old pod");
+    assert!(route.check_same_pod(&nodes).is_err());
+    unknown.check_same_pod(&nodes).unwrap();
 }
 
 #[test]
