@@ -165,19 +165,30 @@ async fn until_synchronized(gateway: &GatewayProcess) {
 }
 
 /// Progress of the restart, and results of the clients.
-#[derive(Default)]
 struct Run {
     is_over: Cell<bool>,
     /// Times of the signals to the gateways.
     drains: RefCell<Vec<Instant>>,
     answered: Cell<usize>,
     failed: RefCell<Vec<String>>,
-    open_sessions: Cell<usize>,
+    /// For each session, when the last bytes were sent that came back.
+    echoes: RefCell<[Option<Instant>; SESSIONS]>,
     /// Sessions that ended after the drain time of a gateway.
     ended_sessions: Cell<usize>,
 }
 
 impl Run {
+    fn new() -> Self {
+        Self {
+            is_over: Cell::new(false),
+            drains: RefCell::default(),
+            answered: Cell::new(0),
+            failed: RefCell::default(),
+            echoes: RefCell::new([None; SESSIONS]),
+            ended_sessions: Cell::new(0),
+        }
+    }
+
     fn fail(&self, error: &str) {
         let since = self
             .drains
@@ -215,17 +226,20 @@ impl Run {
     }
 
     /// Keeps a session open, and begins another one whenever it ends.
-    async fn session(&self, client: &Client, node: &str) {
+    async fn session(&self, client: &Client, number: usize, node: &str) {
         while !self.is_over.get() {
             let mut session = match open_session(client, node).await {
                 Ok(session) => session,
                 Err(error) => return self.fail(&format!("session with {node}: {error}")),
             };
-            self.open_sessions.set(self.open_sessions.get() + 1);
-            while !self.is_over.get() && is_echoed(&mut *session).await {
+            while !self.is_over.get() {
+                let sent = Instant::now();
+                if !is_echoed(&mut *session).await {
+                    break;
+                }
+                self.echoes.borrow_mut()[number] = Some(sent);
                 sleep(Duration::from_millis(200)).await;
             }
-            self.open_sessions.set(self.open_sessions.get() - 1);
             if self.is_over.get() {
                 return;
             }
@@ -241,8 +255,11 @@ impl Run {
     async fn restart(&self, gateways: Vec<GatewayProcess>) -> Vec<GatewayProcess> {
         let mut restarted = Vec::new();
         for gateway in gateways {
+            // A session of the gateway that ended does not count as open until it has begun again.
+            let since = Some(Instant::now());
             until("all sessions are open", async || {
-                self.open_sessions.get() == SESSIONS || !self.failed.borrow().is_empty()
+                self.echoes.borrow().iter().all(|sent| *sent >= since)
+                    || !self.failed.borrow().is_empty()
             })
             .await;
             self.drains.borrow_mut().push(Instant::now());
@@ -297,10 +314,10 @@ async fn a_rolling_restart_fails_no_request_and_gives_sessions_the_drain_time() 
         _edges,
         _balancer,
     } = Box::pin(Fleet::start(&app)).await;
-    let (run, began) = (Run::default(), Instant::now());
+    let (run, began) = (Run::new(), Instant::now());
     let rate = if full() { 1_000 } else { 100 };
-    let sessions = NODES.into_iter().cycle().take(SESSIONS);
-    let sessions = join_all(sessions.map(|node| run.session(&client, node)));
+    let sessions = (0..SESSIONS).zip(NODES.into_iter().cycle());
+    let sessions = join_all(sessions.map(|(number, node)| run.session(&client, number, node)));
     let (_gateways, (), _) =
         tokio::join!(run.restart(gateways), run.requests(&client, rate), sessions);
     let (answered, took) = (run.answered.get(), began.elapsed());
