@@ -4,7 +4,7 @@
 
 use crate::world::{
     app::App,
-    process::{GatewayProcess, Process},
+    process::{GatewayProcess, Process, causeway},
     tool::{Running, Tool, full, need, prometheus},
     until,
 };
@@ -54,8 +54,12 @@ impl Prometheus {
                 job("client", format!("{proxy}/.well-known/causeway/http_sd?port=9100")),
             ],
         });
+        Self::with_config(site, &config.to_string())
+    }
+
+    fn with_config(site: &GatewayProcess, config: &str) -> Self {
         let file = site.path("prometheus.yaml");
-        fs::write(&file, config.to_string()).unwrap();
+        fs::write(&file, config).unwrap();
         let address = format!("127.0.0.1:{}", unused_port());
         let process = Tool::new(prometheus().unwrap())
             .args([format!("--config.file={}", file.display())])
@@ -155,5 +159,81 @@ async fn killed_edges_are_down_until_they_return_and_all_others_stay_up() {
     if full() {
         let always = prometheus.instances("min_over_time(up[1h])", "1").await;
         assert_eq!(always, rest);
+    }
+}
+
+/// Returns a file of `examples/prometheus` with other addresses. Panics if it does not contain one of them.
+fn example(name: &str, addresses: &[(&str, &str)]) -> String {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/prometheus");
+    let text = fs::read_to_string(format!("{folder}/{name}")).unwrap();
+    addresses.iter().fold(text, |text, (from, to)| {
+        assert!(text.contains(from), "{name} has no {from}");
+        text.replace(from, to)
+    })
+}
+
+/// Starts an edge with the example's configuration, whose node exporter is `app`.
+async fn start_example_edge(site: &GatewayProcess, node: &str, app: u16) -> Process {
+    let admin = unused_port();
+    let ports = [("9100: {}", 9100, app), ("10266: {}", 10266, admin)];
+    let ports = ports.map(|(from, port, target)| {
+        let to = format!("{port}: {{ target: \"127.0.0.1:{target}\" }}");
+        (from, to)
+    });
+    let [app, admin_port] = ports.each_ref().map(|(from, to)| (*from, to.as_str()));
+    let gateway = ("gw.example.com:10262", site.tunnel.as_str());
+    let file = site.path(&format!("{node}.yaml"));
+    fs::write(&file, example("edge.yaml", &[gateway, app, admin_port])).unwrap();
+    let token = site.token(&format!("--node {node} --pool mill")).await;
+    let mut edge = causeway("edge")
+        .flag("--config", file)
+        .flag("--admin-listen", format!("127.0.0.1:{admin}"))
+        .flag("--data-dir", site.edge_data(node))
+        .flag("--join", token)
+        .start();
+    edge.wait_for_line("tunnel registered").await;
+    edge
+}
+
+/// The configuration that users are told to copy: the edges' own metrics arrive through their tunnels.
+#[tokio::test]
+async fn the_example_scrapes_the_edges_and_their_nodes() {
+    need!("curl", "prometheus");
+    let exporter = App::saying("node_load1 1\n").await;
+    let gateway = [
+        ("gw.example.com:10262", "127.0.0.1:0"),
+        ("127.0.0.1:3128", "127.0.0.1:0"),
+    ];
+    let listeners = example("gateway.yaml", &gateway);
+    let listeners = &listeners[listeners.find("listeners:").unwrap()..];
+    let site = Box::pin(GatewayProcess::with_listeners(listeners)).await;
+    let _first = start_example_edge(&site, "edge-1", exporter.port()).await;
+    let _second = start_example_edge(&site, "edge-2", exporter.port()).await;
+    let addresses = [
+        ("127.0.0.1:10265", &*site.admin),
+        ("127.0.0.1:3128", &*site.listener),
+    ];
+    let config = format!(
+        "global: {{ scrape_interval: 1s }}\n{}",
+        example("prometheus.yaml", &addresses)
+    );
+    let prometheus = Prometheus::with_config(&site, &config);
+    for (query, job) in [("causeway_edge_tunnels", "edges"), ("node_load1", "nodes")] {
+        until(query, async || {
+            let answer = prometheus.get("query", query).await;
+            let series = answer["data"]["result"].as_array().into_iter().flatten();
+            let nodes: BTreeSet<_> = series
+                .map(|series| &series["metric"])
+                .inspect(|labels| {
+                    assert_eq!(
+                        (&labels["job"], &labels["pool"]),
+                        (&json!(job), &json!("mill"))
+                    )
+                })
+                .map(|labels| labels["node"].to_string())
+                .collect();
+            nodes == ["\"edge-1\"", "\"edge-2\""].map(str::to_owned).into()
+        })
+        .await;
     }
 }

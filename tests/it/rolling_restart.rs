@@ -1,4 +1,4 @@
-//! A rolling restart of three gateways behind a balancer for their clients, under requests and with open sessions.
+//! Three gateways behind a balancer for their clients, under requests: a rolling restart with open sessions, and a kill.
 //!
 //! Real processes. With `CAUSEWAY_TEST_FULL=1` there are a thousand requests each second instead of a hundred.
 
@@ -48,10 +48,11 @@ struct Fleet {
     client: Client,
     _edges: Vec<Process>,
     _balancer: (Running, TempDir),
+    _app: App,
 }
 
 impl Fleet {
-    async fn start(app: &App) -> Self {
+    async fn start(app: App) -> Self {
         let [tunnels, clients, admin] = [(); 3].map(|()| unused_port());
         let peers: Vec<_> = (1..=GATEWAYS)
             .map(|number| format!("\"{}\"", address(number, tunnels)))
@@ -71,7 +72,7 @@ impl Fleet {
             let configuration = configuration(number);
             let gateway = match gateways.first() {
                 Some(first) => first.replica_with(&tunnel, &configuration).await,
-                None => start_with_nodes(&tunnel, &configuration, app).await,
+                None => start_with_nodes(&tunnel, &configuration, &app).await,
             };
             let file = gateway.path("gateway.yaml");
             let change = |_: &Path| {
@@ -85,7 +86,7 @@ impl Fleet {
         for gateway in &gateways {
             until_synchronized(gateway).await;
         }
-        let edges = edges(&gateways, app).await;
+        let edges = edges(&gateways, &app).await;
         let balancer = balancer(clients, admin);
         let client = gateways[0].nobody_at(ListenerAddress::Plain(address(BALANCER, clients)));
         until("the balancer serves", async || {
@@ -97,6 +98,7 @@ impl Fleet {
             client,
             _edges: edges,
             _balancer: balancer,
+            _app: app,
         }
     }
 }
@@ -170,7 +172,8 @@ struct Run {
     /// Times of the signals to the gateways.
     drains: RefCell<Vec<Instant>>,
     answered: Cell<usize>,
-    failed: RefCell<Vec<String>>,
+    /// Each failure of a session or a request, with the time at which it began.
+    failed: RefCell<Vec<(Instant, String)>>,
     /// For each session, when the last bytes were sent that came back.
     echoes: RefCell<[Option<Instant>; SESSIONS]>,
     /// Sessions that ended after the drain time of a gateway.
@@ -189,7 +192,7 @@ impl Run {
         }
     }
 
-    fn fail(&self, error: &str) {
+    fn fail(&self, began: Instant, error: &str) {
         let since = self
             .drains
             .borrow()
@@ -198,7 +201,7 @@ impl Run {
             .collect::<Vec<_>>();
         self.failed
             .borrow_mut()
-            .push(format!("{error}, after signals {since:?} ago"));
+            .push((began, format!("{error}, after signals {since:?} ago")));
     }
 
     /// Sends this many requests each second, each on a connection of its own.
@@ -215,22 +218,26 @@ impl Run {
     }
 
     async fn request(&self, client: &Client, node: &str) {
+        let began = Instant::now();
         let request = Request::get(format!("http://{node}:9100/")).body(whole(""));
         let answer = timeout(PATIENCE, client.try_send(request.unwrap())).await;
         match answer {
             Ok(Ok(answer)) if answer.status == 200 => self.answered.set(self.answered.get() + 1),
-            Ok(Ok(answer)) => self.fail(&format!("{node}: {answer}")),
-            Ok(Err(error)) => self.fail(&format!("{node}: {error}")),
-            Err(_) => self.fail(&format!("{node}: no answer")),
+            // The gateway that forwarded it cannot know whether the node has received it.
+            Ok(Ok(answer)) if answer.status == 502 => self.fail(began, &format!("{node}: 502")),
+            Ok(Ok(answer)) => panic!("{node}: {answer}"),
+            Ok(Err(error)) => self.fail(began, &format!("{node}: {error}")),
+            Err(_) => self.fail(began, &format!("{node}: no answer")),
         }
     }
 
     /// Keeps a session open, and begins another one whenever it ends.
     async fn session(&self, client: &Client, number: usize, node: &str) {
         while !self.is_over.get() {
+            let began = Instant::now();
             let mut session = match open_session(client, node).await {
                 Ok(session) => session,
-                Err(error) => return self.fail(&format!("session with {node}: {error}")),
+                Err(error) => return self.fail(began, &format!("session with {node}: {error}")),
             };
             while !self.is_over.get() {
                 let sent = Instant::now();
@@ -245,7 +252,7 @@ impl Run {
             }
             let drained = |signal: &Instant| signal.elapsed() >= DRAIN;
             if !self.drains.borrow().last().is_some_and(drained) {
-                return self.fail(&format!("the session with {node} ended too early"));
+                return self.fail(began, &format!("the session with {node} ended too early"));
             }
             self.ended_sessions.set(self.ended_sessions.get() + 1);
         }
@@ -300,26 +307,32 @@ async fn is_echoed(session: &mut dyn Wire) -> bool {
         .is_ok_and(|echoed| echoed.is_ok())
 }
 
-#[tokio::test]
-async fn a_rolling_restart_fails_no_request_and_gives_sessions_the_drain_time() {
-    need!("haproxy");
+async fn start_fleet() -> Fleet {
     let app = App::http(|head| match head.path().as_str() {
         "/session" => answer::switch("websocket", b""),
         _ => answer::ok("here"),
     })
     .await;
-    let Fleet {
-        gateways,
-        client,
-        _edges,
-        _balancer,
-    } = Box::pin(Fleet::start(&app)).await;
+    Box::pin(Fleet::start(app)).await
+}
+
+fn rate() -> u32 {
+    if full() { 1_000 } else { 100 }
+}
+
+#[tokio::test]
+async fn a_rolling_restart_fails_no_request_and_gives_sessions_the_drain_time() {
+    need!("haproxy");
+    let mut fleet = start_fleet().await;
     let (run, began) = (Run::new(), Instant::now());
-    let rate = if full() { 1_000 } else { 100 };
+    let (gateways, client) = (std::mem::take(&mut fleet.gateways), &fleet.client);
     let sessions = (0..SESSIONS).zip(NODES.into_iter().cycle());
-    let sessions = join_all(sessions.map(|(number, node)| run.session(&client, number, node)));
-    let (_gateways, (), _) =
-        tokio::join!(run.restart(gateways), run.requests(&client, rate), sessions);
+    let sessions = join_all(sessions.map(|(number, node)| run.session(client, number, node)));
+    let (_gateways, (), _) = tokio::join!(
+        run.restart(gateways),
+        run.requests(client, rate()),
+        sessions
+    );
     let (answered, took) = (run.answered.get(), began.elapsed());
     println!(
         "{answered} requests in {took:?}, {} sessions ended after their drain time",
@@ -332,11 +345,50 @@ async fn a_rolling_restart_fails_no_request_and_gives_sessions_the_drain_time() 
         failed.len(),
         &failed[..failed.len().min(5)]
     );
-    assert!(answered > 500, "{answered}");
+    let expected = if full() {
+        u64::from(rate()) * took.as_secs() * 8 / 10
+    } else {
+        500
+    };
+    assert!(answered as u64 >= expected, "{answered} of {expected}");
     // Each session was at a gateway that was restarted.
     assert!(
         run.ended_sessions.get() >= SESSIONS,
         "{}",
         run.ended_sessions.get()
     );
+}
+
+#[tokio::test]
+async fn a_kill_of_a_gateway_fails_no_request_that_begins_after_it() {
+    need!("haproxy");
+    let mut fleet = start_fleet().await;
+    let killed = fleet.gateways.remove(0);
+    let run = Run::new();
+    let until_answered = async |more: usize| {
+        let wanted = run.answered.get() + more;
+        until("requests are answered", async || {
+            run.answered.get() >= wanted
+        })
+        .await;
+    };
+    let kill = async {
+        until_answered(300).await;
+        assert!(run.failed.borrow().is_empty(), "{:#?}", run.failed);
+        killed.gateway.kill().await;
+        let after = Instant::now();
+        until_answered(1_000).await;
+        run.is_over.set(true);
+        after
+    };
+    let (after, ()) = tokio::join!(kill, run.requests(&fleet.client, rate()));
+    let failed = run.failed.borrow();
+    println!(
+        "{} requests answered, {} failed: {:#?}",
+        run.answered.get(),
+        failed.len(),
+        &failed[..failed.len().min(5)]
+    );
+    let late: Vec<_> = failed.iter().filter(|(began, _)| *began >= after).collect();
+    assert!(late.is_empty(), "they began after the kill: {late:#?}");
 }
