@@ -632,7 +632,7 @@ async fn bytes_beyond_the_limit_of_a_node_wait_until_the_limit_is_raised() {
 async fn a_drain_leaves_open_connections_and_new_ones_use_another_gateway() {
     let app = App::tcp(Script::new().echo()).await;
     let rules = app_only(app.address());
-    let configuration = format!("{OPEN}\negress: {rules}\ntimeouts: {{ drain: 60s }}\n");
+    let configuration = format!("{OPEN}\negress: {rules}\ntimeouts: {{ drain: 10m }}\n");
     let first = GatewayProcess::with_listeners(&configuration).await;
     first.join("edge-1", app.port()).await.stop().await.ok();
     let second = first.replica_at("127.0.0.1:0").await;
@@ -646,6 +646,10 @@ async fn a_drain_leaves_open_connections_and_new_ones_use_another_gateway() {
         let mut lines = lines.filter(|line| line.contains("egress uses this gateway"));
         lines.any(|line| line.contains(&site.tunnel))
     };
+    until("the edge has logged its gateway", async || {
+        uses(&first) || uses(&second)
+    })
+    .await;
     let (drained, other) = if uses(&first) {
         (first, second)
     } else {

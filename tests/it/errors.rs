@@ -2,8 +2,9 @@
 //!
 //! `assert_problem` compares status, problem, `Proxy-Status`, Retry-After and access record.
 
+use crate::fleet::LATE_REQUEST;
 use crate::world::{
-    GATEWAY_NAME, World,
+    GATEWAY_NAME, PATIENCE, World,
     app::{App, PauseGate, Script, answer},
     client::{Answer, assert_problem, exchange, read, read_to_end, whole},
     gateway::{anonymous, fixed, listener},
@@ -24,11 +25,13 @@ use hyper::{
 use socket2::{Domain, Socket, Type};
 use std::{
     net::{SocketAddr, TcpStream},
-    time::Duration,
+    time::{Duration, Instant},
 };
 use tokio::io::AsyncWriteExt;
 
 const SOON: Duration = Duration::from_millis(200);
+/// Time without an answer after which a kernel counts as full. A busy kernel needs longer than usual for an answer.
+const FULL: Duration = Duration::from_secs(2);
 
 fn upgrade(url: &str) -> Request<crate::world::client::Body> {
     Request::get(url)
@@ -54,7 +57,7 @@ impl FullBacklog {
         listener.listen(0).unwrap();
         let address = listener.local_addr().unwrap().as_socket().unwrap();
         let mut waiting = Vec::new();
-        while let Ok(one) = TcpStream::connect_timeout(&address, SOON) {
+        while let Ok(one) = TcpStream::connect_timeout(&address, FULL) {
             waiting.push(one);
         }
         Self {
@@ -174,7 +177,7 @@ async fn a_node_with_a_silent_link_is_503_until_it_answers() {
     let world = World::build().config(|config| {
         config.tunnel.ping_after = SOON;
         config.tunnel.ping_timeout = SOON;
-        config.tunnel.close_after = crate::world::PATIENCE;
+        config.tunnel.close_after = PATIENCE;
     });
     let world = world.start().await;
     let link = Link::to(world.tunnel()).await;
@@ -192,9 +195,12 @@ async fn a_node_with_a_silent_link_is_503_until_it_answers() {
         "edge-1 does not answer on its tunnel from 127.0.0.1:",
     );
     link.restore();
-    until("it answers again", async || state("connected").await).await;
-    let answer = world.client().get("https://edge-1:9100/").await;
-    assert_eq!(answer.text(), "it");
+    // With such short times a busy machine makes the node suspect again, for a moment.
+    until("it answers again", async || {
+        let answer = world.client().get("https://edge-1:9100/").await;
+        answer.text() == "it"
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -436,15 +442,15 @@ async fn a_connect_is_answered_within_a_bound_of_the_gateways_own() {
 
 #[tokio::test]
 async fn an_upgrade_without_a_first_byte_is_504_by_either_end() {
-    let world = World::build().config(|config| config.timeouts.upgrade_first_byte = 15 * SOON);
-    let world = world.start().await;
     let app = App::http(|_| answer::silence()).await;
+    // The other end waits for so long that it never answers first.
+    let world = World::build().config(|config| config.timeouts.upgrade_first_byte = PATIENCE);
+    let world = world.start().await;
     let quick = world.edge("edge-1").port(9100, app.address());
     let _quick = quick
         .config(|config| config.timeouts.upgrade = SOON)
         .join()
         .await;
-    let _slow = world.edge("edge-2").port(9100, app.address()).join().await;
     let answer = world.client().send(upgrade("https://edge-1:9100/")).await;
     assert_problem(
         &answer,
@@ -452,12 +458,19 @@ async fn an_upgrade_without_a_first_byte_is_504_by_either_end() {
         "target_timeout",
         "did not answer the upgrade within 200ms",
     );
+    let world = World::build().config(|config| config.timeouts.upgrade_first_byte = SOON);
+    let world = world.start().await;
+    let slow = world.edge("edge-2").port(9100, app.address());
+    let _slow = slow
+        .config(|config| config.timeouts.upgrade = PATIENCE)
+        .join()
+        .await;
     let answer = world.client().send(upgrade("https://edge-2:9100/")).await;
     assert_problem(
         &answer,
         504,
         "target_timeout",
-        "edge-2 did not answer the upgrade within 3s",
+        "edge-2 did not answer the upgrade within 200ms",
     );
 }
 
@@ -548,26 +561,40 @@ async fn a_full_tunnel_is_503() {
 
 #[tokio::test]
 async fn a_draining_gateway_serves_every_admitted_client() {
-    let world = World::build().config(|config| config.timeouts.drain = 25 * SOON);
+    let world = World::build().config(|config| config.timeouts.drain = PATIENCE);
     let mut world = world.start().await;
-    let app = App::saying("it").await;
+    let app = App::http(|head| match head.path().as_str() {
+        "/held" => answer::silence(),
+        _ => answer::ok("it"),
+    })
+    .await;
     let _edge = world.edge("edge-1").port(9100, app.address()).join().await;
+    // The listeners stay open as long as this request lasts.
+    let connection = world.client().http2().connect("edge-1").await.unwrap();
+    let request = Request::get("https://edge-1:9100/held").body(whole(""));
+    let held = connection.hold(request.unwrap());
+    app.head().await;
     world.drain_gateway();
     until("the gateway is not ready", async || {
         world.admin_text("/readyz").await.0 == 503
     })
     .await;
     let client = world.client();
+    assert_eq!(client.get("https://edge-1:9100/").await.text(), "it");
+    drop((held, connection));
     until("the listener is closed", async || {
-        let request = Request::get("https://edge-1:9100/").body(whole(""));
-        match client.try_send(request.unwrap()).await {
+        let (request, begin) = (Request::get("https://edge-1:9100/"), Instant::now());
+        match client.try_send(request.body(whole("")).unwrap()).await {
+            // The client connected before the listener closed, and a pause of the machine made its request too late.
+            Ok(answer) if answer.status == 503 && begin.elapsed() >= LATE_REQUEST => {
+                assert_problem(&answer, 503, "draining", "");
+            }
             Ok(answer) => assert_eq!(answer.status, 200, "{answer}"),
             Err(_) => return true,
         }
         false
     })
     .await;
-    assert!(app.requests() > 0);
     world.stop_gateway().await;
 }
 

@@ -31,7 +31,7 @@ const FEW: usize = 40;
 /// Time in which a fleet is connected again after a gateway's restart.
 const BACK: Duration = Duration::from_secs(10);
 /// Time for which a draining gateway waits for requests of clients that connected before its listeners closed.
-const LATE_REQUEST: Duration = Duration::from_secs(1);
+pub(super) const LATE_REQUEST: Duration = Duration::from_secs(1);
 /// Width of a bin in which arrivals are counted.
 const BIN: u64 = 100;
 
@@ -298,10 +298,12 @@ impl Open {
 /// CONNECT.
 async fn pair(app: &App) -> (GatewayProcess, GatewayProcess, Process, String) {
     let listener = format!("listen: \"127.0.0.1:0\", anonymous: true, names: [{GATEWAY_NAME}]");
-    let listeners = format!(
-        "listeners: [{{ name: web, protocol: http, port: 9100, {listener} }}, {{ name: out, protocol: connect, {listener} }}]"
+    // The sessions of these tests are open until the end of the drain, which may take long on a busy machine.
+    let configuration = format!(
+        "listeners: [{{ name: web, protocol: http, port: 9100, {listener} }}, {{ name: out, protocol: connect, {listener} }}]\n\
+         timeouts: {{ drain: 10m }}"
     );
-    let first = GatewayProcess::with_listeners(&listeners).await;
+    let first = GatewayProcess::with_listeners(&configuration).await;
     let edge = first.join("edge-1", app.port()).await;
     let second = first.twin().await;
     let addresses = format!("{},{}", first.tunnel, second.tunnel);

@@ -42,7 +42,10 @@ struct TestSetup {
 
 impl TestSetup {
     async fn new() -> Self {
-        let configuration = format!("{OPEN}\ntunnel: {{ memory: {BUDGET} }}");
+        // The hostile edge answers no PING, and must not be ended for that.
+        let configuration = format!(
+            "{OPEN}\ntunnel: {{ memory: {BUDGET}, handshake_timeout: 10m, hello_timeout: 10m, ping_timeout: 10m }}"
+        );
         let site = GatewayProcess::with_listeners(&configuration).await;
         let site = site.restart(evil::enrol).await;
         let app = App::saying("it").await;

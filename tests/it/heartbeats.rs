@@ -15,6 +15,7 @@ use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     sync::watch,
     task::JoinSet,
+    time::Instant,
 };
 
 const DELEGATED: &str = "openyurt.io/delegate-heartbeat";
@@ -24,6 +25,8 @@ const POOL: &str = "apps.openyurt.io/nodepool";
 const HEALTHZ: u16 = 10248;
 /// Age of a Lease whose node renews it.
 const FRESH: Duration = Duration::from_secs(1);
+/// Interval at which a kubelet renews the Lease of its node.
+const KUBELET_INTERVAL: Duration = Duration::from_secs(10);
 /// Age of a Lease whose node is cut off.
 const OLD: Duration = Duration::from_secs(20);
 
@@ -41,7 +44,10 @@ impl Cloud {
             "heartbeats": { "enabled": enabled, "threshold": 2 },
         });
         let readers = json!({ "resources": ["v1/services"] });
-        let configuration = format!("{OPEN}\nkubernetes: {kubernetes}\napi_cache: {readers}");
+        // The edges wait 6 s for a byte. With the usual 5 s between two PINGs, a pause of a second would cut off a node.
+        let configuration = format!(
+            "{OPEN}\ntunnel: {{ ping_after: 1s }}\nkubernetes: {kubernetes}\napi_cache: {readers}"
+        );
         let site = GatewayProcess::listening(&format!("{HUB}:0"), &configuration).await;
         Self { cluster, site }
     }
@@ -263,8 +269,16 @@ async fn lose_delegate(cloud: &Cloud, one: &Node<'_>, (gone, last): (&Node<'_>, 
 async fn come_back(cloud: &Cloud, one: &Node<'_>) {
     // A plain kubelet copies the annotation.
     one.host.mend();
-    cloud.cluster.renews(one.name, Duration::ZERO);
+    let renew = || {
+        cloud.cluster.renews(one.name, Duration::ZERO);
+        Instant::now()
+    };
+    let mut renewed = renew();
     until("nothing of the delegation is left", async || {
+        // Otherwise a node that connects late would be delegated again, and stay so.
+        if renewed.elapsed() >= KUBELET_INTERVAL {
+            renewed = renew();
+        }
         let object = cloud.cluster.object(one.name);
         let annotated = object["metadata"]["annotations"][ANNOTATION].is_string();
         !cloud.is_delegated(one.name) && !cloud.is_tainted(one.name) && !annotated

@@ -35,13 +35,7 @@ async fn a_name_with_changing_addresses_is_judged_by_the_dialled_one() {
     let token = site.token("--node edge-1").await;
     let target = format!("{{9100: {{target: \"rebind.test:{}\"}}}}", app.port());
     let mut edge = causeway_asking(SERVER.into(), &site.path(""))
-        .args([
-            "edge",
-            "--admin-listen",
-            "127.0.0.1:0",
-            "--timeouts-dial",
-            "1s",
-        ])
+        .args(["edge", "--admin-listen", "127.0.0.1:0"])
         .flag("--gateway", &site.tunnel)
         .flag("--data-dir", site.edge_data("edge-1"))
         .flag("--ports", target)

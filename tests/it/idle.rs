@@ -3,6 +3,7 @@
 use crate::{
     testbed::{TestBed, URL},
     world::{
+        PATIENCE,
         app::{
             App, PauseGate, Script,
             answer::{self, pattern},
@@ -19,8 +20,6 @@ use http_body_util::BodyExt;
 use hyper::Request;
 use std::time::Duration;
 use tokio::{io::AsyncReadExt, time::timeout};
-
-const LONG: Duration = Duration::from_secs(20);
 
 /// Setting of HTTP/2 (RFC 9113, section 6.5.2).
 const INITIAL_WINDOW_SIZE: u16 = 4;
@@ -80,8 +79,8 @@ async fn read_frames(wire: &mut dyn Wire, answers: bool) -> Vec<Frame> {
             frames.push(frame_);
         }
     };
-    let ended = timeout(LONG, reading).await;
-    assert!(ended.is_ok(), "still open after {LONG:?}: {frames:?}");
+    let ended = timeout(PATIENCE, reading).await;
+    assert!(ended.is_ok(), "still open after {PATIENCE:?}: {frames:?}");
     frames
 }
 
@@ -151,12 +150,12 @@ async fn answered(wire: &mut Box<dyn Wire>, head: &str) {
     assert_eq!(read(wire, 4).await, b"well");
 }
 
-/// Waits until a connection is idle for its time, and is closed in order.
+/// Waits until a later connection has ended: at least for the time of an idle connection.
 async fn outlive_idle_connection(testbed: &TestBed) {
     let mut wire = http1_wire(testbed).await;
-    answered(&mut wire, HTTP1_GET).await;
-    let rest = read_to_end(&mut wire).await.unwrap();
-    assert_eq!(rest, b"", "it ends in order");
+    // A pause of the machine can make this head too slow, which takes even longer. The connection is only a clock here.
+    let _ = send(&mut *wire, HTTP1_GET.as_bytes()).await;
+    let _ = read_to_end(&mut wire).await;
 }
 
 /// Number of connections that outlive, one after the other, an idle connection whose client does not close it: its idle time
@@ -166,7 +165,10 @@ const OUTLIVING: usize = 6;
 #[tokio::test]
 async fn an_http1_client_without_a_request_is_sent_away_in_order() {
     let (_app, testbed) = testbed(&PauseGate::new()).await;
-    outlive_idle_connection(&testbed).await;
+    let mut wire = http1_wire(&testbed).await;
+    answered(&mut wire, HTTP1_GET).await;
+    let rest = read_to_end(&mut wire).await.unwrap();
+    assert_eq!(rest, b"", "it ends in order");
     testbed.until_idle().await;
 }
 
@@ -207,7 +209,6 @@ async fn an_http1_upload_that_continues_after_the_answer_is_kept() {
     answered(&mut steady, &format!("x{HTTP1_GET}")).await;
     let rest = "x".repeat(OUTLIVING + 1);
     answered(&mut paused, &format!("{rest}{HTTP1_GET}")).await;
-    assert_eq!(slow_heads(&testbed).await, 0);
 }
 
 #[tokio::test]
@@ -221,7 +222,7 @@ async fn a_slow_http1_head_ends_its_connection() {
             answered(&mut wire, HTTP1_GET).await;
         }
         send(&mut *wire, b"GET / HTTP/1.1\r\nHost: ").await.unwrap();
-        let ended = timeout(LONG, wire.read_u8()).await;
+        let ended = timeout(PATIENCE, wire.read_u8()).await;
         ended.expect("it ends").expect_err("no response");
         assert_eq!(slow_heads(&testbed).await, seen + 1);
     }
@@ -269,7 +270,8 @@ async fn request_large(testbed: &TestBed, is_http2: bool) -> Vec<(usize, Box<dyn
 async fn read_http2_body(wire: &mut dyn Wire) -> Vec<u8> {
     let mut body = Vec::new();
     loop {
-        let frame = timeout(LONG, next(wire)).await.expect("a frame").unwrap();
+        let frame = timeout(PATIENCE, next(wire)).await;
+        let frame = frame.expect("a frame").unwrap();
         if frame.kind == DATA {
             body.extend_from_slice(&frame.payload);
         }
