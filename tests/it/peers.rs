@@ -487,7 +487,11 @@ async fn a_pool_whose_edges_are_at_different_gateways_has_one_leader() {
     let objects = tempfile::tempdir().unwrap();
     let service = r#"{"apiVersion":"v1","kind":"Service","metadata":{"name":"web","namespace":"shop"},"spec":{}}"#;
     fs::write(objects.path().join("web.json"), service).unwrap();
-    let further = format!("api_cache: {{ manifests: {} }}\n", objects.path().display());
+    // An edge that answers a probe late loses the lead to one that does not, so there are no probes.
+    let further = format!(
+        "api_cache: {{ manifests: {} }}\ntunnel: {{ ping_after: 5m }}\n",
+        objects.path().display()
+    );
     let nodes = ["edge-1", "edge-2"];
     let fleet = Fleet::start(2, &nodes, &app, &further).await;
     let start = async |number: usize| {
@@ -496,6 +500,7 @@ async fn a_pool_whose_edges_are_at_different_gateways_has_one_leader() {
             "{{ listen: \"127.0.0.1:0\", members: {{ listen: \"{at}\", addresses: [\"{at}\"] }} }}"
         );
         let flags = ["--tunnels-gateways", "every", "--api-cache", &cache];
+        let flags = [&flags[..], &["--timeouts-silence", "10m"]].concat();
         let to = (&app, "");
         fleet.edge_with(&flags, nodes[number], &[number], to).await
     };
