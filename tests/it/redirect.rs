@@ -65,6 +65,10 @@ impl RedirectSetup {
         scene
             .joins("edge-2", "--address 10.0.0.12 --address fd00::12")
             .await;
+        // The rules change after the nodes.
+        for address in ["10.0.0.11", "10.0.0.12"] {
+            scene.listed(address, true).await;
+        }
         scene
     }
 
