@@ -259,7 +259,9 @@ async fn a_set_of_nodes_spans_gateways_which_tell_each_other_the_health() {
     let (near, far) = (App::saying("near").await, far.await);
     let fleet = Fleet::start(2, &["edge-1", "edge-2"], &near, "").await;
     let near_edge = fleet.edge("edge-1", 1, &near).await;
-    let check = ", health_check: { path: /healthz, interval: 1s, unhealthy_threshold: 1 }";
+    // The app answers each check, perhaps late.
+    let check =
+        ", health_check: { path: /healthz, interval: 1s, timeout: 2m, unhealthy_threshold: 1 }";
     let flags = ["--tunnels-gateways", "every"];
     let _far = fleet.edge_with(&flags, "edge-2", &[0], (&far, check)).await;
     let entry = &fleet.sites[1];
