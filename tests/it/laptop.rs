@@ -401,7 +401,8 @@ async fn forward_keeps_its_ports_while_the_node_is_away() {
     let (app, _serving) = mirror().await;
     let Laptop { mut edge, world } = Laptop::to(app).await;
     let home = world.folder().join("home");
-    let line = "forward edge-1 :9100 :9101 --wait 1s --json";
+    // One attempt without a time limit, which the gateway answers at once.
+    let line = "forward edge-1 :9100 :9101 --wait 0s --json";
     let mut forward = command(&home, line).start();
     let [served, refused] = [opened(&mut forward).await, opened(&mut forward).await];
     assert_eq!(exchange(served, "one").await.unwrap(), "one");
@@ -422,8 +423,14 @@ async fn forward_keeps_its_ports_while_the_node_is_away() {
         event["reason"].as_str().unwrap().contains("not connected"),
         "{event}"
     );
-    Box::pin(edge.start()).await.unwrap();
-    assert_eq!(exchange(served, "three").await.unwrap(), "three");
+    // This one waits for the node.
+    let mut waiting_forward = command(&home, "forward edge-1 :9100 --wait 2m --json").start();
+    let waiting_address = opened(&mut waiting_forward).await;
+    let (answer, started) =
+        tokio::join!(exchange(waiting_address, "three"), Box::pin(edge.start()));
+    started.unwrap();
+    assert_eq!(answer.unwrap(), "three");
+    assert_eq!(exchange(served, "four").await.unwrap(), "four");
 }
 
 #[tokio::test]

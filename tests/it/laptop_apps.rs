@@ -332,8 +332,11 @@ async fn psql_reaches_a_server_by_forward() {
     let server = Tool::new("sh").args(["-c", script]).args([&data]);
     let _server = server.args([port.to_string()]).start();
     let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
-    until("PostgreSQL accepts", async || {
-        TcpStream::connect(address).await.is_ok()
+    // It accepts connections before it serves queries.
+    let direct = format!("postgresql://ann@{address}/postgres");
+    until("PostgreSQL serves", async || {
+        let psql = Tool::new("psql").args([&direct, "-At", "-c", "select 1"]);
+        psql.run().await.status.success()
     })
     .await;
     let laptop = Box::pin(Laptop::before_login(build, address)).await;

@@ -26,11 +26,17 @@ const DELAY: Duration = Duration::from_millis(25);
 /// Time limit on a machine that does other work as well.
 const PATIENCE: Duration = Duration::from_mins(2);
 
-/// A gateway and an edge whose tunnel uses `link`.
-async fn testbed(app: &App, delay: Duration) -> (TestBed, Link) {
-    let world = TestBed::build().start().await;
+/// A gateway and an edge with at most this number of tunnels, which use `link`.
+async fn testbed(app: &App, delay: Duration, tunnels: usize) -> (TestBed, Link) {
+    // Gateway, edge and many clients share one thread, so a handshake or a head may take long.
+    let build = TestBed::build().config(|config| {
+        config.timeouts.tls = PATIENCE;
+        config.timeouts.header = PATIENCE;
+    });
+    let world = build.start().await;
     let link = Link::far(world.tunnel(), delay).await;
     let plan = world.edge("edge-1").port(9100, app.address());
+    let plan = plan.config(|config| config.tunnels.max = tunnels);
     let edge = plan.only_by(&link).join().await;
     (TestBed::of(world, edge), link)
 }
@@ -50,7 +56,7 @@ async fn app(whole: &Arc<Vec<u8>>) -> App {
 async fn a_link_of_50_ms_carries_bulk_and_small_requests_both_ways() {
     let whole = Arc::new(pattern(24 * MIB));
     let app = app(&whole).await;
-    let (testbed, _link) = testbed(&app, DELAY).await;
+    let (testbed, _link) = testbed(&app, DELAY, 2).await;
     let began = Instant::now();
     assert_eq!(testbed.client().get(URL).await.text(), "well");
     assert!(began.elapsed() >= 2 * DELAY, "the link has no delay");
@@ -78,10 +84,8 @@ async fn a_link_of_50_ms_carries_bulk_and_small_requests_both_ways() {
             assert_eq!(testbed.client().get(URL).await.text(), "well");
         }
     }));
-    let all = async { tokio::join!(download, upload, small) };
-    timeout(PATIENCE, all)
-        .await
-        .expect("a client waits without end");
+    // Each client has a time limit for each of its requests.
+    tokio::join!(download, upload, small);
     drop(stalled);
     testbed.until_idle().await;
 }
@@ -91,7 +95,7 @@ async fn a_link_of_50_ms_carries_bulk_and_small_requests_both_ways() {
 async fn a_stuttering_link_loses_no_data() {
     let whole = Arc::new(pattern(MIB));
     let app = app(&whole).await;
-    let (testbed, link) = testbed(&app, Duration::ZERO).await;
+    let (testbed, link) = testbed(&app, Duration::ZERO, 2).await;
     let first = testbed.tunnels().await[0];
     let over = AtomicBool::new(false);
     let stutter = async {
@@ -113,10 +117,8 @@ async fn a_stuttering_link_loses_no_data() {
         }
         served
     }));
-    let both = async { tokio::join!(stutter, clients) };
-    let ((), served) = timeout(PATIENCE, both)
-        .await
-        .expect("a client waits without end");
+    // Each client has a time limit for each of its requests.
+    let ((), served) = tokio::join!(stutter, clients);
     assert!(served.iter().all(|served| *served > 0), "{served:?}");
     assert_eq!(testbed.tunnels().await[0], first);
     testbed.until_idle().await;
@@ -127,7 +129,8 @@ async fn a_stuttering_link_loses_no_data() {
 async fn a_flapping_link_costs_only_requests_in_progress() {
     let whole = Arc::new(pattern(MIB));
     let app = app(&whole).await;
-    let (testbed, link) = testbed(&app, Duration::ZERO).await;
+    // With a second tunnel for bulk, which could begin just before a cut, a new tunnel could be one that is cut already.
+    let (testbed, link) = testbed(&app, Duration::ZERO, 1).await;
     for _ in 0..10 {
         let before = testbed.tunnels().await;
         let waiting = async {

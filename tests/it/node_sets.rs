@@ -1,7 +1,7 @@
 //! Listeners for sets of nodes: each connection reaches a member that is connected, and that the client may reach.
 
 use crate::world::{
-    World,
+    PATIENCE, World,
     app::{App, answer},
     client::{Answer, Client, assert_problem, whole},
     edge::Edge,
@@ -239,6 +239,8 @@ fn health_check() -> HealthCheck {
     HealthCheck {
         path: Some("/healthz".to_owned()),
         interval: Duration::from_millis(20),
+        // The app answers each check, perhaps late.
+        timeout: PATIENCE,
         unhealthy_threshold: 2,
         ..HealthCheck::default()
     }
@@ -279,6 +281,7 @@ async fn a_member_is_left_out_while_its_health_check_fails() {
     assert_eq!(world.metrics().await.sum("unhealthy_ports", &[]), 1);
     // A new tunnel says so from its beginning.
     edges[0].stop().await;
+    world.until_tunnels("edge-1", 0).await;
     edges[0].start().await.unwrap();
     world.until_tunnels("edge-1", 1).await;
     assert_eq!(world.node("edge-1").await["unhealthy_ports"], json!([9100]));

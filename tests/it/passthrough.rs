@@ -111,7 +111,8 @@ async fn tls_is_between_the_client_and_the_app_of_the_named_node() {
         assert_eq!(shown, vec![site.client.chain()[0].to_vec(); 2], "{node}");
         // The app refuses the client, not the gateway.
         let (output, code) = site.get("named", node, false).await;
-        assert_eq!(code, Some(56), "{output}");
+        // The alert, or the end behind it, arrives after the handshake: before curl sends its request (55), or later (56).
+        assert!(matches!(code, Some(55 | 56)), "{code:?} {output}");
     }
 }
 
@@ -199,8 +200,10 @@ async fn a_client_without_a_server_name_reaches_the_node_that_it_dialled() {
         tls.shutdown().await.unwrap();
     }
     world.until_idle().await;
-    let record = &world.log().records()[0];
-    assert_eq!(record["node"], "edge-2", "{record}");
+    // A session may end after a later one.
+    let records = world.log().records();
+    let of_second = records.iter().filter(|record| record["node"] == "edge-2");
+    assert_eq!((of_second.count(), records.len()), (1, 4), "{records:?}");
 }
 
 /// Waits for the app's next event of this name.

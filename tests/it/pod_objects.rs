@@ -55,7 +55,7 @@ async fn get(site: &GatewayProcess, host: &str, port: u16) -> String {
         .args([Path::new("--cacert"), &site.data().join("ca.pem")])
         .args([Path::new("--cert"), &site.path("alice.pem")])
         .args([Path::new("--key"), &site.path("alice-key.pem")])
-        .args([certificate, "--max-time", "20", "-w", " %{http_code}"])
+        .args([certificate, "-w", " %{http_code}"])
         .args(["--connect-to", &format!("{host}:{port}:{}", site.listener)])
         .args([format!("https://{host}:{port}/")]);
     answer.run().await.ok().text().clone()
@@ -380,7 +380,7 @@ async fn a_pod_that_gets_the_address_during_the_decision_is_not_reached() {
 async fn get_by_proxy(edge: &Pods<'_>, host: &str, port: u16) -> String {
     let url = format!("http://{host}:{port}/");
     let proxy = ["-p", "-x", "http://127.0.0.1:1080"];
-    let output = ["-w", " %{http_connect}", "--max-time", "20", &url];
+    let output = ["-w", " %{http_connect}", &url];
     edge.curl(&[&proxy[..], &output].concat()).await.text()
 }
 

@@ -65,6 +65,10 @@ impl RedirectSetup {
         scene
             .joins("edge-2", "--address 10.0.0.12 --address fd00::12")
             .await;
+        // The rules change after the nodes.
+        for address in ["10.0.0.11", "10.0.0.12"] {
+            scene.listed(address, true).await;
+        }
         scene
     }
 
@@ -103,8 +107,8 @@ impl RedirectSetup {
         let running = {
             let _there = host.map(Host::enter);
             let root = self.site.data().join("ca.pem");
-            let curl = Tool::curl().args(["--max-time", "5", "--cacert"]);
-            curl.args([root]).args(["-g", url]).start()
+            let curl = Tool::curl().args(["--cacert"]).args([root]);
+            curl.args(["-g", url]).start()
         };
         running.finish().await
     }
@@ -362,7 +366,9 @@ async fn no_client_of_a_node_address_is_refused_during_takeovers() {
     let street = SharedNetwork::new();
     let cluster = Cluster::at(HUB).await;
     cluster.node_with_pods("edge-1", true, &["10.0.0.11"], &[]);
-    let mut scene = RedirectSetup::without_nodes(street, &in_cluster(&cluster)).await;
+    // A response that has begun may take longer than a second on a slow machine.
+    let configuration = in_cluster(&cluster).replace("drain: 1s", "drain: 1m");
+    let mut scene = RedirectSetup::without_nodes(street, &configuration).await;
     scene.joins("edge-1", "").await;
     scene.listed("10.0.0.11", true).await;
     let (stop, answers) = (CancellationToken::new(), Arc::new(AtomicUsize::new(0)));
@@ -702,8 +708,7 @@ async fn with_pod_objects_only_addresses_of_pods_at_edges_are_redirected() {
     .await;
     let curl = async |at: SocketAddr| {
         let url = format!("http://{at}/");
-        let curl = Tool::curl().args(["--max-time", "5", "-g", &url]);
-        curl.run().await.ok().text()
+        Tool::curl().args(["-g", &url]).run().await.ok().text()
     };
     assert_eq!(curl(v4).await, "edge");
     let asked = format!("node=\"edge-1\" port={} ", v4.port());
@@ -782,10 +787,7 @@ async fn pods_of_edge_nodes_are_reachable_if_both_sides_allow_it() {
 
     let curl = async |at: SocketAddr| {
         let url = format!("http://{at}/");
-        Tool::curl()
-            .args(["--max-time", "5", "-g", &url])
-            .run()
-            .await
+        Tool::curl().args(["-g", &url]).run().await
     };
     let v4 = one.pod("10.244.1.7", "edge").await;
     assert_eq!(curl(v4).await.ok().text(), "edge");

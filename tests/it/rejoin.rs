@@ -223,8 +223,8 @@ impl RejoinCase {
         let name = format!("edge-{number}");
         let node = NodeName::parse(&name).unwrap();
         let spent = world.token(&name, LIFE);
+        // Dials have their usual time limits: if all edges dial at once on a slow machine, each dial takes long.
         let plan = world.edge(&name).token(spent.text().expose());
-        let plan = plan.config(short_dials);
         let mut edge = plan.join().await;
         edge.stop().await;
         let store = opened(&edge);
@@ -471,7 +471,10 @@ async fn a_leaving_edge_sets_its_identity_aside_and_joins_again() {
     edge.run().await.failed(&["causeway token create"]);
     let token = site.token("--node edge-1").await;
     let edge = site.edge("edge-1", app.port()).flag("--join", &token);
-    edge.start().wait_for_line("tunnel registered").await;
+    let mut edge = edge.start();
+    edge.wait_for_line("tunnel registered").await;
+    // The directory is free only when the process has ended.
+    edge.kill().await;
 
     // A node that has joined uses a new token only if its owner orders it, and once.
     let token = site.token("--node edge-1").await;
