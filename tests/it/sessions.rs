@@ -6,6 +6,7 @@ use crate::{
         World,
         app::{App, answer},
         client::{Wire, assert_problem, exchange, read},
+        edge::Edge,
         process::{GatewayProcess, address_after, causeway},
         tool::Tool,
         until,
@@ -128,9 +129,7 @@ const LONG: Duration = Duration::from_hours(1);
 /// An edge that allows its open streams an hour.
 async fn patient(app: &App) -> TestBed {
     let world = TestBed::build().start().await;
-    let edge = world.edge("edge-1").port(9100, app.address());
-    let edge = edge.config(|config| config.timeouts.drain = LONG);
-    let edge = edge.join().await;
+    let edge = lasting_edge(&world, "edge-1", app).await;
     TestBed::of(world, edge)
 }
 
@@ -180,13 +179,22 @@ async fn the_successor_of_a_draining_edge_gets_new_requests_at_once() {
     assert_eq!(testbed.client().get(URL).await.text(), "next");
 }
 
-/// A gateway that drains for an hour, and lets requests wait as long for a node, with an edge and an app.
+/// A gateway that drains for an hour, and lets requests wait as long for a node, with such an edge and an app.
 async fn lasting(app: &App) -> TestBed {
     let build = TestBed::build().config(|config| {
         config.timeouts.drain = LONG;
         config.timeouts.reconnect = LONG;
     });
-    Box::pin(TestBed::along(build, Protocol::Http, app.address())).await
+    let world = Box::pin(build.start()).await;
+    let edge = lasting_edge(&world, "edge-1", app).await;
+    TestBed::of(world, edge)
+}
+
+/// An edge that allows its open streams an hour: a shorter drain time would end requests while the machine pauses.
+async fn lasting_edge(world: &World, node: &str, app: &App) -> Edge {
+    let edge = world.edge(node).port(9100, app.address());
+    let edge = edge.config(|config| config.timeouts.drain = LONG);
+    Box::pin(edge.join()).await
 }
 
 #[tokio::test]
@@ -241,7 +249,7 @@ async fn requests_wait_only_for_a_node_with_a_restarting_edge() {
 async fn edges_that_are_updated_one_by_one_cost_no_request() {
     let app = app().await;
     let mut testbed = lasting(&app).await;
-    let join = |node| World::edge(&testbed, node).port(9100, app.address()).join();
+    let join = |node| lasting_edge(&testbed, node, &app);
     let (mut second, mut third) = tokio::join!(join("edge-2"), join("edge-3"));
     let (stop, answered) = (
         CancellationToken::new(),
