@@ -7,7 +7,7 @@ use crate::{
         app::{App, answer},
         client::{Wire, assert_problem, exchange, read},
         edge::Edge,
-        process::{GatewayProcess, address_after, causeway},
+        process::{GatewayProcess, OPEN, address_after, causeway},
         tool::Tool,
         until,
     },
@@ -336,7 +336,9 @@ async fn requests_wait_no_longer_than_configured() {
 #[tokio::test]
 async fn an_orderly_gateway_restart_costs_no_request() {
     let app = app().await;
-    let mut site = GatewayProcess::open_to_all("127.0.0.1:0").await;
+    // An edge that the machine stops for a while dials late.
+    let configuration = format!("{OPEN}\ntimeouts: {{ reconnect: 5m }}");
+    let mut site = GatewayProcess::with_listeners(&configuration).await;
     let _edge = site.join("edge-1", app.port()).await;
     let client = site.nobody();
     let mut open = client.wire("edge-1", &[]).await.unwrap();
