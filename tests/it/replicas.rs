@@ -4,6 +4,7 @@
 use crate::{
     fleet::{Load, load},
     world::{
+        PATIENCE,
         app::App,
         names::NameServer,
         process::{GatewayProcess, OPEN, Process, causeway, causeway_asking},
@@ -52,6 +53,8 @@ impl Replicas {
     async fn start(count: u8, app: &App) -> Self {
         let first = GatewayProcess::listening(&format!("{}:0", gateway(1)), OPEN).await;
         drop(first.join("edge-1", app.port()).await);
+        // The line about this tunnel must not count as one of a later tunnel.
+        first.gateway.wrote(ARRIVED, 1, PATIENCE).await;
         let port = first.tunnel.parse::<SocketAddr>().unwrap().port();
         let mut sites = vec![first];
         for number in 2..=count {

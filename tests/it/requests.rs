@@ -132,6 +132,7 @@ async fn a_client_that_leaves_during_its_upload_is_no_target_fault() {
     drop(wire);
     let record = recorded(&world, "client_closed").await;
     assert_eq!(record["status"], 499, "{record}");
+    world.until_idle().await;
 
     let mut wire = world.client().wire("edge-1", &["h2"]).await.unwrap();
     begin_upload(&mut *wire, "edge-1:9100", b"some of it").await;

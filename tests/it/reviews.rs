@@ -3,10 +3,10 @@
 use crate::{
     recheck::{app_of, compiled, echoes, is_reset, session},
     world::{
-        GATEWAY_NAME, World,
+        GATEWAY_NAME, PATIENCE, World,
         app::{App, Script},
         authority::Authority,
-        client::{Answer, Client, assert_problem, exchange},
+        client::{Answer, Client, Wire, assert_problem, exchange},
         edge::Edge,
         gateway::{Build, listener},
         issuer::{Issuer, Key, claims, now},
@@ -35,6 +35,7 @@ use std::{
     },
     time::Duration,
 };
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const PROM: &str = "system:serviceaccount:mon:prom";
 
@@ -135,6 +136,8 @@ fn reviewed(name: &str, kind: ListenerProtocol) -> Listener {
 fn building() -> (Build, Arc<Cluster>) {
     let cluster = Arc::new(Cluster::default());
     let build = World::build().reviews(Api(cluster.clone()));
+    // A thousand clients at once take longer on a busy machine.
+    let build = build.config(|config| config.timeouts.header = PATIENCE);
     let build = build
         .listener(reviewed("reviewed", ListenerProtocol::Https))
         .listener(reviewed("clear", ListenerProtocol::Http));
@@ -549,6 +552,46 @@ async fn a_reviewing_listener_needs_a_cluster() {
     );
 }
 
+/// Begins a session with a token. Returns `None` if the token expires before the session has begun.
+async fn begin_session(client: &Client, token: &str) -> Option<impl Wire + use<>> {
+    let mut wire = client.tls_stream("edge-1", &["http/1.1"]).await.unwrap();
+    let head = format!(
+        "GET /session HTTP/1.1\r\nHost: edge-1:9100\r\nAuthorization: Bearer {token}\r\n\
+         Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n"
+    );
+    wire.write_all(head.as_bytes()).await.ok()?;
+    wire.flush().await.ok()?;
+    let mut answer = Vec::new();
+    while !answer.ends_with(b"\r\n\r\n") {
+        answer.push(wire.read_u8().await.ok()?);
+    }
+    if !answer.starts_with(b"HTTP/1.1 101 ") {
+        return None;
+    }
+    let mut hello = [0; 5];
+    wire.read_exact(&mut hello).await.ok()?;
+    Some(wire)
+}
+
+/// Returns a token that expires soon, and sessions of it at the listeners `reviewed` and `keeps`.
+async fn sessions_with_expiring_token(
+    world: &World,
+) -> (String, impl Wire + use<>, impl Wire + use<>) {
+    let key = Key::new("cluster");
+    // Time is the subject. A machine that needs longer to begin both sessions gets a token for longer.
+    let mut lifetime = 4;
+    loop {
+        lifetime *= 2;
+        let token = key.sign(&claims(&json!({ "exp": now() + lifetime })));
+        let ends = begin_session(&world.client_at("reviewed").nobody(), &token).await;
+        let keeps = begin_session(&world.client_at("keeps").nobody(), &token).await;
+        if let (Some(ends), Some(keeps)) = (ends, keeps) {
+            return (token, ends, keeps);
+        }
+        assert!(lifetime < 60, "no session begins");
+    }
+}
+
 #[tokio::test]
 async fn the_end_of_a_reviewed_token_ends_its_session_as_configured() {
     let (build, cluster) = building();
@@ -568,16 +611,9 @@ async fn the_end_of_a_reviewed_token_ends_its_session_as_configured() {
         .await;
     let app = App::http(app_of).await;
     let _edge = kubelet(&world, &app).await;
-    // Time is the subject: long enough for a slow machine to begin both sessions.
-    let key = Key::new("cluster");
-    let token = key.sign(&claims(&json!({ "exp": now() + 8 })));
-    let opened = async |listener: &str, token: &str| {
-        let fields = format!("Authorization: Bearer {token}\r\n");
-        session(&world.client_at(listener).nobody(), &fields).await
-    };
-    let mut ends = opened("reviewed", &token).await;
-    let mut keeps = opened("keeps", &token).await;
-    let mut withdrawn = opened("keeps", "root-token").await;
+    let (token, mut ends, mut keeps) = sessions_with_expiring_token(&world).await;
+    let fields = "Authorization: Bearer root-token\r\n";
+    let mut withdrawn = session(&world.client_at("keeps").nobody(), fields).await;
     is_reset(&mut ends).await;
     let answer = world.client_at("keeps").only_bearer(&token);
     let answer = answer.get("https://edge-1:9100/").await;

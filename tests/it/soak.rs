@@ -32,6 +32,8 @@ use tokio::{
 
 const LISTENER: &str = "listeners: [{ name: web, protocol: http, listen: \"127.0.0.1:0\", port: 9100, anonymous: true }]";
 const SHORT: Duration = Duration::from_secs(8);
+/// Number of small requests that a load has at least. On a busy machine it lasts longer for them.
+const REQUESTS: u64 = 100;
 /// No single exchange takes longer, at a node that stays.
 const PATIENCE: Duration = Duration::from_mins(5);
 const DOWNLOAD: usize = 4 << 20;
@@ -92,7 +94,6 @@ async fn mixed_load_with_flapping_edges_leaks_and_corrupts_no_data() {
         ended.expect("a node that stays has failed a client");
     }
     report(&load.tally, lasts, &samples);
-    assert!(load.tally.requests.load(Relaxed) > 100);
     if std::env::var_os("CAUSEWAY_SOAK").is_some() {
         flat(&samples);
     }
@@ -133,7 +134,7 @@ impl Load {
     /// Repeats one kind of exchange. No exchange with a node that stays fails.
     async fn repeat(self, node: String, kind: Kind) {
         let stays = matches!(node.as_str(), "edge-1" | "edge-2");
-        while Instant::now() < self.until {
+        while Instant::now() < self.until || self.tally.requests.load(Relaxed) < REQUESTS {
             let outcome = timeout(PATIENCE, self.exchange(&node, kind)).await;
             let late = || io::Error::other(format!("no end within {PATIENCE:?}"));
             if let Err(error) = outcome.unwrap_or_else(|_| Err(late())) {
@@ -329,7 +330,7 @@ fn report(tally: &Tally, lasts: Duration, samples: &[[Usage; 2]]) {
         of(&tally.restarts),
         of(&tally.failures),
     );
-    for [gateway, edge] in samples.iter().step_by(samples.len().div_ceil(12)) {
+    for [gateway, edge] in samples.iter().step_by(samples.len().div_ceil(12).max(1)) {
         println!(
             "  gateway {:4} MiB {:4} files, edge-1 {:4} MiB {:4} files",
             gateway.memory >> 20,

@@ -42,6 +42,10 @@ async fn the_table_shows_connected_and_disconnected_nodes() {
     gone.wait_for_line("tunnel registered").await;
     site.curl("edge-1", "").run().await.ok();
     gone.stop().await.ok();
+    crate::world::until("the gateway has noticed", async || {
+        site.node("edge-2").await["state"] == "away"
+    })
+    .await;
 
     let table = status(&site, "").await.stdout;
     let lines: Vec<Vec<&str>> = table

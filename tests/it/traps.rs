@@ -23,13 +23,14 @@ use crate::{
     world::{
         GATEWAY_NAME, World,
         app::{App, PauseGate, Script, answer, answer::pattern},
-        client::{Wire, exchange, read, read_head, read_to_end},
+        client::{Connection, Wire, exchange, read, read_head, read_to_end},
         tool::full,
         until,
     },
 };
 use causeway_certs::ListenerName;
 use causeway_edge::config::{Port, Protocol};
+use causeway_tunnel::load::BULK_SPAN;
 use rustls::{
     ClientConfig, HandshakeKind, RootCertStore, ServerConfig,
     pki_types::{PrivateKeyDer, ServerName, pem::PemObject},
@@ -201,7 +202,28 @@ async fn trap_7_small_requests_do_not_queue_behind_a_download() {
     reading.spawn(async move { tokio::io::copy(&mut bulk, &mut tokio::io::sink()).await });
     testbed.until_tunnels("edge-1", 2).await;
     let mut connection = testbed.http2().connect("edge-1").await.unwrap();
-    let opened = opened(&testbed).await;
+    for attempt in 1.. {
+        let (before, began) = (opened(&testbed).await, Instant::now());
+        let took = small_requests(&mut connection).await;
+        let after = opened(&testbed).await;
+        // After a pause of the machine no tunnel has moved bulk for a while, and a request may use any.
+        if after[0] != before[0] && began.elapsed() > BULK_SPAN && attempt < 10 {
+            continue;
+        }
+        // All parts share this test's thread with the download, in a debug build; in a queue as deep as the window the request
+        // would wait for seconds.
+        assert!(!full() || took[10] < Duration::from_millis(250), "{took:?}");
+        assert_eq!(
+            (after[0], after[1] - before[1]),
+            (before[0], 21),
+            "bulk has its own tunnel"
+        );
+        break;
+    }
+}
+
+/// Sends 21 small requests one after the other. Returns their times, the shortest first.
+async fn small_requests(connection: &mut Connection) -> Vec<Duration> {
     let mut took = Vec::new();
     for _ in 0..21 {
         let began = Instant::now();
@@ -209,15 +231,7 @@ async fn trap_7_small_requests_do_not_queue_behind_a_download() {
         took.push(began.elapsed());
     }
     took.sort();
-    // All parts share this test's thread with the download, in a debug build; in a queue as deep as the window the request
-    // would wait for seconds.
-    assert!(!full() || took[10] < Duration::from_millis(250), "{took:?}");
-    let after = self::opened(&testbed).await;
-    assert_eq!(
-        (after[0], after[1] - opened[1]),
-        (opened[0], 21),
-        "bulk has its own tunnel"
-    );
+    took
 }
 
 #[tokio::test]

@@ -69,8 +69,8 @@ async def fail(request, context):
 
 async def hang(request, context):
     begin("Hang", context)
-    await context.send_initial_metadata((("x-hanging", "yes"),))
     try:
+        await context.send_initial_metadata((("x-hanging", "yes"),))
         await asyncio.Event().wait()
     except asyncio.CancelledError:
         say("cancelled", method="Hang")

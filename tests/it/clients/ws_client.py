@@ -89,7 +89,7 @@ async def run(options):
         subprotocols=options.subprotocol,
         max_size=None,
         proxy=None,
-        open_timeout=10,
+        open_timeout=60,
     )
     async with connection as socket:
         await converse(socket)

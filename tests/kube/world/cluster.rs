@@ -207,9 +207,9 @@ impl Cluster {
         let approve = format!("certificate approve {user}");
         self.kubectl(&approve).run().ok();
         // A controller manager that has lost its API server in an earlier test retries after up to a minute.
-        let wait = "--for=jsonpath={.status.certificate} --timeout=110s";
+        let wait = "--for=jsonpath={.status.certificate} --timeout=280s";
         let wait = self.kubectl(&format!("wait csr/{user} {wait}"));
-        wait.within(2 * PATIENCE).run().ok();
+        wait.run().ok();
         let line = format!("get csr {user} -o jsonpath={{.status.certificate}}");
         let signed = self.kubectl(&line).run().ok().text();
         let signed = data_encoding::BASE64.decode(signed.as_bytes()).unwrap();
@@ -352,8 +352,8 @@ impl Cluster {
 
     /// Waits until an object has a condition.
     pub(crate) fn wait(&self, namespace: &str, what: &str, condition: &str) {
-        let line = format!("wait -n {namespace} {what} --for=condition={condition} --timeout=90s");
-        let waited = self.kubectl(&line).within(Duration::from_secs(100)).run();
+        let line = format!("wait -n {namespace} {what} --for=condition={condition} --timeout=280s");
+        let waited = self.kubectl(&line).run();
         if waited.code != Some(0) {
             let shown = self.kubectl(&format!("describe -n {namespace} {what}"));
             panic!("{}{}", waited.stderr, shown.run().text());

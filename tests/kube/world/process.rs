@@ -14,8 +14,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Time limit on a machine that does other work as well.
-pub(crate) const PATIENCE: Duration = Duration::from_mins(1);
+/// Time limit on a machine that does other work as well, on which an API server may take minutes to start.
+pub(crate) const PATIENCE: Duration = Duration::from_mins(5);
 
 /// Waits until the condition holds.
 pub(crate) fn until(what: &str, holds: impl FnMut() -> bool) {
