@@ -31,3 +31,5 @@ pub(crate) mod egress;
 pub(crate) mod evict;
 pub(crate) mod heartbeat;
 mod http_server;
+#[cfg(test)]
+mod test_address;

@@ -199,7 +199,7 @@ mod tests {
         line_queue.write_all(b"first\n").unwrap();
         begins.recv().unwrap();
         line_queue.write_all(b"last\n").unwrap();
-        let (ended, end) = channel();
+        let ((ended, end), begun) = (channel(), Instant::now());
         std::thread::scope(|threads| {
             threads.spawn(move || {
                 drop(lines);
@@ -211,7 +211,10 @@ mod tests {
             assert!(waits.is_err(), "it ended without its last lines");
             end.recv().unwrap();
         });
-        assert_eq!(written.try_iter().collect::<String>(), "first\nlast\n");
+        // A machine that was stopped meanwhile may have used up the whole time.
+        if begun.elapsed() < FLUSH_TIMEOUT {
+            assert_eq!(written.try_iter().collect::<String>(), "first\nlast\n");
+        }
     }
 
     /// A disk that is full.

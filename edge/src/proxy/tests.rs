@@ -4,7 +4,7 @@ mod hostile;
 mod shared;
 
 use super::*;
-use crate::config::Config;
+use crate::config::{Config, Timeouts};
 use bytes::Bytes;
 use causeway_certs::{
     Ca, ListenerName, TrustDomain, TrustStore,
@@ -25,8 +25,8 @@ use serde_json::{Value, json};
 use std::{convert::Infallible, future::poll_fn, sync::Mutex, time::Duration};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpListener, TcpStream},
-    time::timeout,
+    net::{TcpListener, TcpSocket, TcpStream},
+    time::{sleep, timeout},
 };
 
 const SOON: Duration = Duration::from_mins(2);
@@ -140,7 +140,11 @@ impl World {
 /// Returns a data path with this configuration.
 fn way(config: Value, listed: &AnnouncedPorts) -> Arc<Proxy> {
     let mut config: Config = serde_json::from_value(config).unwrap();
-    config.timeouts.upgrade = Duration::from_millis(300);
+    let timeouts = &mut config.timeouts;
+    if timeouts.dial == Timeouts::default().dial {
+        // Upstreams of this process answer, however slow the machine is.
+        timeouts.dial = SOON;
+    }
     let policy = Policy::new("edge-1", &config).unwrap();
     let policy = policy.with_announced(listed, &LocalNode::default());
     let bounds = (config.timeouts, config.limits.max_headers);
@@ -184,6 +188,28 @@ async fn read_to(app: &mut TcpStream, end: &str) -> String {
 
 async fn accept(app: &TcpListener) -> TcpStream {
     timeout(SOON, app.accept()).await.unwrap().unwrap().0
+}
+
+/// Returns a socket that does not listen. Connections to its address are refused, and no other test gets the port.
+fn closed_port(address: &str) -> std::io::Result<TcpSocket> {
+    let socket = TcpSocket::new_v4()?;
+    socket.bind(address.parse().unwrap())?;
+    Ok(socket)
+}
+
+/// Returns the output of `event`, and lets time pass until then. A limit of the edge that is longer than any stop of the machine
+/// ends soon so. Each step is shorter than the time after which a tunnel counts as silent, and the tunnel is used in between.
+async fn pass_until<T>(world: &World, event: impl Future<Output = T>) -> T {
+    let mut event = pin!(event);
+    loop {
+        if let Some(output) = event.as_mut().now_or_never() {
+            return output;
+        }
+        tokio::time::pause();
+        tokio::time::advance(Duration::from_secs(1)).await;
+        tokio::time::resume();
+        let _ = world.ask(get("/"), StreamKind::Request, "edge-1:1").await;
+    }
 }
 
 const OK: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
@@ -380,9 +406,9 @@ async fn a_body_without_length_is_chunked_and_an_early_answer_passes() {
 async fn an_upload_read_after_the_answer_is_cut_only_by_silence() {
     let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let target = app.local_addr().unwrap().to_string();
-    let idle = Duration::from_secs(2);
+    let idle = Duration::from_secs(30);
     let config =
-        json!({ "ports": { "80": { "target": target } }, "timeouts": { "upstream_idle": "2s" } });
+        json!({ "ports": { "80": { "target": target } }, "timeouts": { "upstream_idle": "30s" } });
     let world = World::start(config).await;
     let mut opened = world
         .open(get("/"), StreamKind::Request, "edge-1:80", false)
@@ -394,16 +420,13 @@ async fn an_upload_read_after_the_answer_is_cut_only_by_silence() {
     assert_eq!(text(answer.into_body()).await.unwrap(), "ok");
     let answered = tokio::time::Instant::now();
     while answered.elapsed() < 3 * idle / 2 {
-        opened
-            .send
-            .send_data(Bytes::from_static(b"part"))
-            .await
-            .unwrap();
+        let part = Bytes::from_static(b"part");
+        opened.send.send_data(part).await.unwrap();
         assert_eq!(read_to(&mut app, "part\r\n").await, "4\r\npart\r\n");
         // The test is about time: the upload never pauses for as long as the limit.
-        tokio::time::sleep(idle / 20).await;
+        pass_until(&world, sleep(idle / 10)).await;
     }
-    assert_reset(app).await;
+    pass_until(&world, assert_reset(app)).await;
 }
 
 #[tokio::test]
@@ -590,11 +613,8 @@ async fn a_malformed_or_empty_answer_is_target_broken() {
 
 #[tokio::test]
 async fn a_refused_port_names_its_target_for_every_stream_kind() {
-    let free = TcpListener::bind("127.0.0.1:0")
-        .await
-        .unwrap()
-        .local_addr()
-        .unwrap();
+    let closed = closed_port("127.0.0.1:0").unwrap();
+    let free = closed.local_addr().unwrap();
     let world = World::start(json!({ "ports": { "80": { "target": free.to_string() } } })).await;
     for ask in [
         StreamKind::Request,
@@ -725,12 +745,8 @@ async fn the_body_of_an_upgrade_goes_before_the_session_bytes() {
 
 #[tokio::test]
 async fn a_dial_that_fails_says_why_and_is_counted_by_its_cause() {
-    let free = TcpListener::bind("127.0.0.1:0")
-        .await
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .to_string();
+    let closed = closed_port("127.0.0.1:0").unwrap();
+    let free = closed.local_addr().unwrap().to_string();
     // The name has a label that is too long, so the edge does not query a name server.
     let no_name = format!("{}.invalid:80", "x".repeat(64));
     for (target, cause) in [(&no_name, "target-unresolved"), (&free, "target-refused")] {
@@ -792,7 +808,11 @@ async fn a_refused_upgrade_in_a_coding_of_its_own_is_target_broken() {
 
 #[tokio::test]
 async fn an_unanswered_upgrade_times_out() {
-    let (world, app) = World::with_app().await;
+    let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let target = app.local_addr().unwrap().to_string();
+    let config =
+        json!({ "ports": { "80": { "target": target } }, "timeouts": { "upgrade": "300ms" } });
+    let world = World::start(config).await;
     let asking = world
         .open(
             get("/"),
@@ -1005,7 +1025,13 @@ async fn trap_1_an_http2_app_may_answer_in_chunks_of_a_few_bytes() {
 #[tokio::test]
 async fn a_stream_is_authorized_by_the_address_that_it_connects_to() {
     // The edge tries this node port on loopback first, and then at the node's other address.
-    let app = TcpListener::bind("127.0.0.2:0").await.unwrap();
+    let (app, _closed) = loop {
+        let app = TcpListener::bind("127.0.0.2:0").await.unwrap();
+        let port = app.local_addr().unwrap().port();
+        if let Ok(closed) = closed_port(&format!("127.0.0.1:{port}")) {
+            break (app, closed);
+        }
+    };
     let port = app.local_addr().unwrap().port();
     let begins = "HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n";
     let switches = "HTTP/1.1 101 OK\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n";

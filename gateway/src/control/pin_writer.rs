@@ -200,7 +200,7 @@ mod tests {
     use std::time::Duration;
     use tokio::sync::oneshot;
 
-    const BOUND: Duration = Duration::from_secs(20);
+    const BOUND: Duration = Duration::from_mins(2);
 
     struct World {
         folder: tempfile::TempDir,

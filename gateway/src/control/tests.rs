@@ -61,13 +61,16 @@ pub(crate) struct FakeEdge {
 }
 
 impl FakeEdge {
-    async fn greeted(io: TlsStream<CountedIo<TcpStream>>) -> Self {
-        let traffic = io.get_ref().0.traffic();
-        let mut server = edge_side::accept(io, traffic, edge_side::EdgeSideConfig::default())
-            .await
-            .unwrap();
-        let Ok(IncomingStream::Control(mut control)) = server.next_stream().await else {
-            panic!("the first stream is the control stream");
+    /// Returns nothing if the gateway closes the connection before it has sent its hello.
+    async fn greeted(io: TlsStream<CountedIo<TcpStream>>) -> Option<Self> {
+        let (traffic, config) = (
+            io.get_ref().0.traffic(),
+            edge_side::EdgeSideConfig::default(),
+        );
+        let mut server = edge_side::accept(io, traffic, config).await.ok()?;
+        let mut control = match server.next_stream().await.ok()? {
+            IncomingStream::Control(control) => control,
+            IncomingStream::Stream(_) => panic!("the first stream is the control stream"),
         };
         let (stream, streams) = mpsc::unbounded_channel();
         let (tell, over) = oneshot::channel();
@@ -90,15 +93,15 @@ impl FakeEdge {
             };
             let _ = tell.send(ended);
         });
-        let hello = timeout(LONG, control.receive()).await.unwrap().unwrap();
-        Self {
+        let hello = timeout(LONG, control.receive()).await.unwrap().ok()?;
+        Some(Self {
             hello,
             control: *control,
             streams,
             hushed,
             over,
             _driver: driver,
-        }
+        })
     }
 
     /// Returns the next message from the gateway.

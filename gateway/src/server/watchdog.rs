@@ -86,10 +86,17 @@ mod tests {
             },
         );
         hung.recv().unwrap();
-        assert_eq!(
-            pulse.unresponsive_workers(Duration::from_secs(3)).await,
-            [WorkerId(1)]
-        );
+        // On a busy machine another worker may be late as well, but not always.
+        let only_it = async {
+            loop {
+                let silent = pulse.unresponsive_workers(Duration::from_secs(3)).await;
+                assert!(silent.contains(&WorkerId(1)), "{silent:?}");
+                if silent.len() == 1 {
+                    return;
+                }
+            }
+        };
+        timeout_at(Instant::now() + SOON, only_it).await.unwrap();
         release.send(()).unwrap();
         assert_eq!(pulse.unresponsive_workers(SOON).await, []);
     }

@@ -66,6 +66,14 @@ fn renewed(lease: &Lease, now: Timestamp) -> (Lease, u32) {
     }
 }
 
+/// Returns a Lease that a delegate has renewed `since` seconds ago, and the time of that. Its kubelet has renewed it `age` seconds
+/// before that, or earlier on a slow machine.
+fn renewed_once(age: i64, since: i64) -> (Lease, Timestamp) {
+    let old = lease(age + since, 0);
+    let at = ago(since);
+    (renewed(&old, at).0, at)
+}
+
 /// The Lease as an API server returns it after a change at this time.
 fn stored(mut lease: Lease, at: Timestamp) -> Lease {
     let managed = lease.metadata.managed_fields.as_mut().unwrap();
@@ -79,11 +87,13 @@ fn stored(mut lease: Lease, at: Timestamp) -> Lease {
 fn only_an_old_lease_of_the_node_is_renewed() {
     let now = Timestamp::now();
     assert_eq!(renew(&lease(13, 0), "edge-1", now), Renewal::Fresh);
-    assert_eq!(renew(&lease(20, 0), "edge-2", now), Renewal::Foreign);
-    let mut other = lease(20, 0);
+    let old = lease(20, 0);
+    let now = Timestamp::now();
+    assert_eq!(renew(&old, "edge-2", now), Renewal::Foreign);
+    let mut other = old.clone();
     other.spec.as_mut().unwrap().holder_identity = Some("edge-2".to_owned());
     assert_eq!(renew(&other, "edge-1", now), Renewal::Foreign);
-    let (renewed, count) = renewed(&lease(20, 0), now);
+    let (renewed, count) = renewed(&old, now);
     assert_eq!(count, 1);
     assert_eq!(state(&renewed), LeaseState::Delegated(1));
     assert_eq!(renewed.annotations()[DELEGATE_HEARTBEAT], "true");
@@ -96,8 +106,7 @@ fn only_an_old_lease_of_the_node_is_renewed() {
 
 #[test]
 fn delegated_renewals_are_counted_until_the_node_renews_itself() {
-    let begun = Timestamp::now();
-    let (mut lease, _) = renewed(&lease(20, 0), begun);
+    let (mut lease, begun) = renewed_once(20, 0);
     for count in 2..6 {
         let last = begun + SignedDuration::from_secs(10 * (count - 2));
         lease = stored(lease, last);
@@ -126,8 +135,8 @@ fn a_wrong_clock_of_the_node_changes_nothing() {
     for offset in [-day, day, -30, 0, 4] {
         let now = Timestamp::now();
         assert_eq!(renew(&lease(10, offset), "edge-1", now), Renewal::Fresh);
-        let first = lease(20, offset);
-        let mut last = first.clone();
+        let mut last = lease(20, offset);
+        let now = Timestamp::now();
         for nth in 0..90 {
             let at = now + SignedDuration::from_secs(10 * nth);
             let (next, _) = renewed(&last, at);
@@ -400,6 +409,9 @@ async fn a_heartbeat_renews_an_old_lease_and_annotates_the_node_once() {
     assert_eq!(events, ["Warning: heartbeat delegated through edge-2"]);
     // The Lease, the Node and the event.
     assert_eq!(cluster.writes(), 3);
+    // As if it was renewed right now, however slow the machine is.
+    let lease = stored(cluster.lease(), ago(-60));
+    cluster.state().lease = Some(serde_json::to_value(lease).unwrap());
     assert_eq!(renewer.renew(&heartbeat()).await.unwrap(), "fresh");
     assert_eq!(cluster.writes(), 3);
 }
@@ -480,8 +492,7 @@ async fn each_delegation_and_each_return_has_an_event() {
 
 #[tokio::test]
 async fn a_delegated_node_is_ready_and_tainted_from_the_threshold_on() {
-    let now = Timestamp::now();
-    let (lease, _) = renewed(&lease(20, 0), now);
+    let (lease, now) = renewed_once(20, 0);
     let cluster = Cluster::new(Some(&stored(lease, now)), "Unknown");
     let rules = config::Heartbeats {
         threshold: 2,
@@ -505,8 +516,7 @@ async fn a_delegated_node_is_ready_and_tainted_from_the_threshold_on() {
 
 #[tokio::test]
 async fn a_node_without_heartbeats_is_left_to_kubernetes() {
-    let now = ago(60);
-    let (lease, _) = renewed(&lease(80, 0), now);
+    let (lease, now) = renewed_once(20, 60);
     let cluster = Cluster::new(Some(&stored(lease, now)), "Unknown");
     let rules = config::Heartbeats {
         threshold: 1,
@@ -570,8 +580,7 @@ async fn a_conflict_with_another_controller_is_retried_at_once() {
 
 #[tokio::test]
 async fn without_taint_only_the_return_is_managed() {
-    let now = Timestamp::now();
-    let (lease, _) = renewed(&lease(20, 0), now);
+    let (lease, now) = renewed_once(20, 0);
     let cluster = Cluster::new(Some(&stored(lease, now)), "Unknown");
     let rules = config::Heartbeats {
         threshold: 1,

@@ -62,14 +62,16 @@ async fn cached_state_is_served_after_a_restart_without_a_gateway() {
     gateway.cloud.put("v1/services", "web");
     let node = world.edge("edge-1");
     let edge = node.start(&[&gateway], json!({})).await;
-    edge.until(|api_cache| api_cache.ready).await;
+    edge.until(|api_cache| api_cache.ready && api_cache.resources[0].objects == 1)
+        .await;
     gateway.tell(&NodePoolMembers {
         pool: Some("north".into()),
         leader: Some("edge-1".into()),
         members: vec![world::at("edge-1", "127.0.0.1:9".parse().unwrap())],
     });
-    edge.until(|api_cache| api_cache.role == "leader").await;
-    // The graceful stop leaves time to save the list of members, because that save is not reported.
+    let status = edge.until(|api_cache| api_cache.role == "leader").await;
+    // A stop does not wait for a slow disk.
+    node.until_saved(&status.resources[0], "edge-1").await;
     edge.stop().await;
     drop(gateway);
     let edge = node.start(&[], json!({})).await;

@@ -36,7 +36,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info_span, warn};
 
 /// Time limit of a handshake, which takes two round trips on a site network.
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of simultaneous handshakes. Each costs one or two signatures.
 const MAX_HANDSHAKES: usize = 256;
 /// Time for which a repeated message is logged at debug level only.

@@ -293,12 +293,9 @@ impl Joined {
         };
         config.admin.listen = "127.0.0.1:0".parse().unwrap();
         config.backoff.silent_max = Duration::from_millis(50);
-        let second = Duration::from_secs(1);
-        (
-            config.timeouts.tcp,
-            config.timeouts.tls,
-            config.timeouts.hello,
-        ) = (second, second, second);
+        // The gateways of these tests answer, however slow the machine is.
+        let timeouts = &mut config.timeouts;
+        (timeouts.tcp, timeouts.tls, timeouts.hello) = (SOON, SOON, SOON);
         config.kubernetes = cluster.as_ref().map(|_| config::Kubernetes::default());
         let (cluster, stop) = (cluster.map(|api| api as _), CancellationToken::new());
         let edge = Edge::open_with_csr(config, cluster, (&stop, &|_| {})).await;

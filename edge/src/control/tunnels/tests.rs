@@ -4,7 +4,9 @@ mod count;
 mod every;
 mod revoked_gateways;
 
-use crate::{Bound, Config, Edge, Error, status::StatusReader};
+use crate::{
+    Bound, Config, Edge, Error, control::test_address::reserved_address, status::StatusReader,
+};
 use causeway_certs::{
     Ca, EdgeIdentity, GatewayName, LeafCertificate, NodeAttributes, NodeName, PrivateKey, Store,
     TrustDomain, VerifiedPublicKey,
@@ -20,10 +22,12 @@ use causeway_tunnel::{
     },
     gateway_side, wire,
 };
+use futures_util::FutureExt;
 use http::Request;
 use serde_json::{Value, json};
 use std::{
     net::SocketAddr,
+    pin::pin,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering::Relaxed},
@@ -99,7 +103,7 @@ impl Gateway {
             replicas: None,
             dismiss: None,
         };
-        Self::start_on("127.0.0.1:0".parse().unwrap(), acceptor(ca, ca), says).await
+        Self::start_on(reserved_address(), acceptor(ca, ca), says).await
     }
 
     async fn start_on(address: SocketAddr, acceptor: TlsAcceptor, says: Says) -> Self {
@@ -216,6 +220,9 @@ impl World {
         config.data_dir = self.data.path().into();
         config.gateways = gateways.to_vec();
         config.admin.listen = "127.0.0.1:0".parse().unwrap();
+        // A gateway of these tests answers, however slow the machine is, and each further dial counts.
+        let timeouts = &mut config.timeouts;
+        (timeouts.tcp, timeouts.tls, timeouts.hello) = (SOON, SOON, SOON);
         config
     }
 
@@ -315,6 +322,42 @@ async fn round_trip(
     written.unwrap();
 }
 
+/// Moves bulk until the edge has opened a further tunnel, however long the dial takes.
+async fn bulk_tunnel(
+    gateway: &mut Gateway,
+    send: &mut causeway_tunnel::StreamSender,
+    receive: &mut causeway_tunnel::StreamReceiver,
+) -> Registered {
+    let mut next = pin!(gateway.next());
+    loop {
+        round_trip(send, receive, 4 << 20).await;
+        if let Some(registered) = next.as_mut().now_or_never() {
+            return registered;
+        }
+    }
+}
+
+/// Lets time pass until the edge has sent a message. Each step is shorter than the time after which a tunnel counts as silent.
+async fn pass_until_message(edge: &Running, control: &mut ControlStream) -> EdgeMessage {
+    let passing = async {
+        let mut message = pin!(control.receive::<EdgeMessage>());
+        loop {
+            if let Some(message) = message.as_mut().now_or_never() {
+                return message.unwrap();
+            }
+            pass(Duration::from_secs(1)).await;
+            // Sockets make progress meanwhile.
+            edge.admin("/metrics").await;
+        }
+    };
+    timeout(SOON, passing).await.unwrap()
+}
+
+/// Configuration with an upstream at port 7. Additional tunnels end after a time without bulk that is longer than a dial takes.
+fn bulk(app: SocketAddr) -> Value {
+    json!({ "ports": { "7": { "target": app.to_string() } }, "tunnels": { "bulk_idle": "10s" } })
+}
+
 #[tokio::test]
 async fn an_edge_identifies_itself_and_serves() {
     let (tasks, ca) = (TaskGroup::default(), ca());
@@ -370,8 +413,7 @@ async fn reported_gateways_are_stored_and_used_after_a_restart() {
         replicas: None,
         dismiss: None,
     };
-    let mut first =
-        Gateway::start_on("127.0.0.1:0".parse().unwrap(), acceptor(&ca, &ca), says).await;
+    let mut first = Gateway::start_on(reserved_address(), acceptor(&ca, &ca), says).await;
     let world = World::joined(&ca);
     let configured = [first.address.to_string()];
     let edge = world.run(&configured, json!({})).await;
@@ -492,7 +534,7 @@ async fn a_superseded_edge_backs_off_at_the_maximum_and_says_so() {
         replicas: None,
         dismiss: Some(GoAway::Superseded),
     };
-    let gateway = Gateway::start_on("127.0.0.1:0".parse().unwrap(), acceptor(&ca, &ca), says).await;
+    let gateway = Gateway::start_on(reserved_address(), acceptor(&ca, &ca), says).await;
     let world = World::joined(&ca);
     let edge = world.run(&[gateway.address.to_string()], json!({})).await;
     let status = edge.until(|status| status.state == "refused").await;
@@ -514,8 +556,7 @@ async fn an_unknown_certificate_is_reported_as_unknown() {
         replicas: None,
         dismiss: None,
     };
-    let gateway =
-        Gateway::start_on("127.0.0.1:0".parse().unwrap(), acceptor(&ca, &other), says).await;
+    let gateway = Gateway::start_on(reserved_address(), acceptor(&ca, &other), says).await;
     let world = World::joined(&ca);
     let edge = world.run(&[gateway.address.to_string()], json!({})).await;
     let status = edge.until(|status| status.state == "refused").await;
@@ -565,24 +606,19 @@ async fn bulk_adds_a_second_tunnel_until_bulk_ends() {
     let app = echo(&tasks).await;
     let mut gateway = Gateway::start(&ca).await;
     let world = World::joined(&ca);
-    let more = json!({ "ports": { "7": { "target": app.to_string() } }, "tunnels": { "bulk_idle": "500ms" } });
-    let edge = world.run(&[gateway.address.to_string()], more).await;
+    let edge = world.run(&[gateway.address.to_string()], bulk(app)).await;
     let first = gateway.next().await;
     let (mut send, mut receive) = session(&first.tunnel).await;
-    round_trip(&mut send, &mut receive, 4 << 20).await;
     let Registered {
         tunnel: _second,
         mut control,
         welcome,
-    } = gateway.next().await;
+    } = bulk_tunnel(&mut gateway, &mut send, &mut receive).await;
     assert_eq!(
         (welcome.slot, &welcome.instance),
         (1, &first.welcome.instance)
     );
-    let left = timeout(SOON, control.receive::<EdgeMessage>())
-        .await
-        .unwrap()
-        .unwrap();
+    let left = pass_until_message(&edge, &mut control).await;
     assert!(matches!(left, EdgeMessage::Leave { .. }));
     let status = edge.until(|status| status.tunnels.len() == 1).await;
     assert_eq!(status.tunnels[0].slot, 0);
@@ -594,14 +630,12 @@ async fn the_next_bulk_tunnel_supersedes_the_leaving_one() {
     let app = echo(&tasks).await;
     let mut gateway = Gateway::start(&ca).await;
     let world = World::joined(&ca);
-    let more = json!({ "ports": { "7": { "target": app.to_string() } }, "tunnels": { "bulk_idle": "500ms" } });
-    let edge = world.run(&[gateway.address.to_string()], more).await;
+    let edge = world.run(&[gateway.address.to_string()], bulk(app)).await;
     let first = gateway.next().await;
     let (mut send, mut receive) = session(&first.tunnel).await;
     let mut sessions = Vec::new();
     for round in 0..3 {
-        round_trip(&mut send, &mut receive, 4 << 20).await;
-        let mut further = gateway.next().await;
+        let mut further = bulk_tunnel(&mut gateway, &mut send, &mut receive).await;
         let before = round > 0;
         assert_eq!(
             (further.welcome.slot, further.welcome.takes_over),
@@ -609,8 +643,7 @@ async fn the_next_bulk_tunnel_supersedes_the_leaving_one() {
         );
         let (mut send, mut receive) = session(&further.tunnel).await;
         round_trip(&mut send, &mut receive, 1000).await;
-        let left = further.control.receive::<EdgeMessage>();
-        let left = timeout(SOON, left).await.unwrap().unwrap();
+        let left = pass_until_message(&edge, &mut further.control).await;
         assert!(matches!(
             left,
             EdgeMessage::Leave {
@@ -625,9 +658,9 @@ async fn the_next_bulk_tunnel_supersedes_the_leaving_one() {
     }
     drop(sessions);
     edge.until(|status| status.tunnels.len() == 1).await;
-    round_trip(&mut send, &mut receive, 4 << 20).await;
     // No tunnel is left, so there are no streams to keep.
-    assert!(!gateway.next().await.welcome.takes_over);
+    let next = bulk_tunnel(&mut gateway, &mut send, &mut receive).await;
+    assert!(!next.welcome.takes_over);
 }
 
 #[tokio::test]

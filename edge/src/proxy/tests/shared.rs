@@ -114,13 +114,13 @@ async fn streams_over_the_http2_limit_share_a_temporary_connection() {
 
 #[tokio::test]
 async fn a_stream_at_the_http2_limit_waits_for_a_slot_within_a_bound() {
-    let (world, app, _tasks) = App::start(1, json!({ "dial": "300ms" })).await;
+    let (world, app, _tasks) = App::start(1, json!({ "dial": "30s" })).await;
     let mut watches = Vec::new();
     for _ in 0..MAX_CONNECTIONS {
         watches.extend(watch(&world, 1).await);
         app.watched(1).await;
     }
-    let answer = world.get("/").await;
+    let answer = pass_until(&world, world.get("/")).await;
     let (reason, detail) = failure(&answer);
     assert_eq!(reason, "target-timeout", "{detail}");
     assert!(
@@ -219,14 +219,14 @@ async fn a_request_that_goes_on_over_http1_has_its_form() {
 
 #[tokio::test]
 async fn an_app_that_does_not_begin_http2_is_a_target_that_failed() {
-    for (says, reason, words) in [
-        (&b""[..], "target-timeout", "did not start HTTP/2"),
-        (b"HTTP/1.1 400 No\r\n\r\n", "target-broken", "HTTP/2"),
+    for (says, dial, reason, words) in [
+        (&b""[..], "300ms", "target-timeout", "did not start HTTP/2"),
+        (b"HTTP/1.1 400 No\r\n\r\n", "2m", "target-broken", "HTTP/2"),
     ] {
         let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let target = app.local_addr().unwrap().to_string();
         let port = json!({ "target": target, "scheme": "h2c" });
-        let config = json!({ "ports": { "80": port }, "timeouts": { "dial": "300ms" } });
+        let config = json!({ "ports": { "80": port }, "timeouts": { "dial": dial } });
         let world = World::start(config).await;
         let serving = async {
             let mut app = accept(&app).await;

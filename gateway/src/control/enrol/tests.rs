@@ -127,7 +127,7 @@ impl Counter {
 #[tokio::test]
 async fn a_token_becomes_the_certificate_of_its_node() {
     let counter = Counter::open();
-    let token = counter.token("edge-1", Duration::from_mins(1));
+    let token = counter.token("edge-1", Duration::from_hours(1));
     let (status, message) = counter.join(&token, Some("edge-1"), &counter.csr()).await;
     assert_eq!(status, 200, "{message}");
     assert_eq!(message["gateways"], json!(["gw.example:10262"]));
@@ -155,7 +155,7 @@ async fn a_token_becomes_the_certificate_of_its_node() {
 #[tokio::test]
 async fn an_unnamed_edge_gets_the_node_name_of_its_token() {
     let counter = Counter::open();
-    let token = counter.token("edge-7", Duration::from_mins(1));
+    let token = counter.token("edge-7", Duration::from_hours(1));
     let (status, message) = counter.join(&token, None, &counter.csr()).await;
     assert_eq!((status, &message["node"]), (200, &json!("edge-7")));
 }
@@ -163,10 +163,10 @@ async fn an_unnamed_edge_gets_the_node_name_of_its_token() {
 #[tokio::test]
 async fn each_refusal_has_its_reason() {
     let counter = Counter::open();
-    let token = counter.token("edge-1", Duration::from_mins(1));
-    let other = counter.token("edge-2", Duration::from_mins(1));
+    let token = counter.token("edge-1", Duration::from_hours(1));
+    let other = counter.token("edge-2", Duration::from_hours(1));
     let late = counter.token("edge-1", Duration::ZERO);
-    let foreign = Counter::open().token("edge-1", Duration::from_mins(1));
+    let foreign = Counter::open().token("edge-1", Duration::from_hours(1));
     assert_eq!(
         counter.join(&token, Some("edge-1"), &counter.csr()).await.0,
         200
@@ -203,7 +203,7 @@ async fn each_refusal_has_its_reason() {
 async fn the_same_request_is_accepted_again_until_the_node_changes() {
     let counter = Counter::open();
     let store = &counter.world.store;
-    let token = counter.token("edge-1", Duration::from_mins(1));
+    let token = counter.token("edge-1", Duration::from_hours(1));
     let join = async || {
         let (status, answer) = counter.join(&token, Some("edge-1"), &counter.csr()).await;
         (status, answer["reason"].as_str().map(str::to_owned))
@@ -213,7 +213,7 @@ async fn the_same_request_is_accepted_again_until_the_node_changes() {
     assert_eq!(join().await, accepted);
     assert_eq!(store.tokens().unwrap().all().unwrap()[0].used.len(), 1);
     // Another machine becomes the node.
-    let newer = counter.token("edge-1", Duration::from_mins(1));
+    let newer = counter.token("edge-1", Duration::from_hours(1));
     let key = PrivateKey::generate().unwrap();
     let csr = STANDARD.encode(key.request().unwrap());
     assert_eq!(counter.join(&newer, None, &csr).await.0, 200);
@@ -236,7 +236,7 @@ async fn a_known_node_whose_record_was_not_written_may_join_again() {
     world.store.nodes().put(record.clone()).unwrap();
     let (node, known) = crate::control::eligibility::node_from_record(record);
     world.nodes.upsert(node, known);
-    let token = counter.token("edge-1", Duration::from_mins(1));
+    let token = counter.token("edge-1", Duration::from_hours(1));
     let file = world.store.root_path().with_file_name("nodes.json");
     let aside = file.with_extension("aside");
     std::fs::rename(&file, &aside).unwrap();
@@ -262,7 +262,7 @@ async fn a_node_of_the_cluster_joins_by_a_pattern_once() {
     counter.world.nodes.replace_cluster(members);
     let book = counter.world.store.tokens().unwrap();
     let pattern = (&"edge-*".parse().unwrap(), 2);
-    let token = book.create_for(pattern, Duration::from_mins(1), NodeAttributes::default());
+    let token = book.create_for(pattern, Duration::from_hours(1), NodeAttributes::default());
     let token = token.unwrap().text().expose().to_owned();
     let (status, message) = counter.join(&token, Some("edge-1"), &counter.csr()).await;
     assert_eq!(status, 200, "{message}");
@@ -278,12 +278,12 @@ async fn a_pattern_token_takes_no_cluster_node_and_is_not_used_up() {
     let book = counter.world.store.tokens().unwrap();
     let create = |pattern: &str| {
         let pattern = (&pattern.parse().unwrap(), 3);
-        let token = book.create_for(pattern, Duration::from_mins(1), NodeAttributes::default());
+        let token = book.create_for(pattern, Duration::from_hours(1), NodeAttributes::default());
         token.unwrap().text().expose().to_owned()
     };
     let (any, named) = (
         create("*"),
-        counter.token("cloud-2", Duration::from_mins(1)),
+        counter.token("cloud-2", Duration::from_hours(1)),
     );
     nodes.set_pending("the API has not answered");
     let refused = async |node| counter.refused(&any, node).await;
@@ -322,7 +322,7 @@ async fn a_pattern_token_takes_no_cluster_node_and_is_not_used_up() {
 #[tokio::test]
 async fn a_bad_request_does_not_burn_the_token() {
     let counter = Counter::open();
-    let token = counter.token("edge-1", Duration::from_mins(1));
+    let token = counter.token("edge-1", Duration::from_hours(1));
     let mut unsigned = counter.key.request().unwrap();
     *unsigned.last_mut().unwrap() ^= 1;
     for csr in ["%%%", "aGVsbG8=", &STANDARD.encode(&unsigned)] {
@@ -422,7 +422,7 @@ async fn a_body_that_is_none_is_refused_and_a_large_one_not_read() {
 #[tokio::test]
 async fn wrong_tokens_without_end_are_put_off() {
     let counter = Counter::open();
-    let token = counter.token("edge-1", Duration::from_mins(1));
+    let token = counter.token("edge-1", Duration::from_hours(1));
     let mut last = (0, String::new());
     for number in 100_000..100_021 {
         let forged = token.replacen(&token[6..12], &number.to_string(), 1);
@@ -439,7 +439,7 @@ async fn old_tokens_keep_no_other_edge_of_their_address_out() {
         let refused = counter.refused(&token, &format!("edge-{number}")).await;
         assert_eq!(refused.1, "token_expired");
     }
-    let used = counter.token("edge-1", Duration::from_mins(1));
+    let used = counter.token("edge-1", Duration::from_hours(1));
     let joined = counter.join(&used, None, &counter.csr()).await;
     assert_eq!(joined.0, 200, "{}", joined.1);
     for _ in 0..5 {
@@ -447,7 +447,7 @@ async fn old_tokens_keep_no_other_edge_of_their_address_out() {
     }
     let refused = counter.refused(&used, "edge-1").await;
     assert_eq!(refused, (429, "too_many_attempts".to_owned()));
-    let new = counter.token("edge-2", Duration::from_mins(1));
+    let new = counter.token("edge-2", Duration::from_hours(1));
     assert_eq!(counter.join(&new, None, &counter.csr()).await.0, 200);
 }
 
@@ -456,7 +456,7 @@ async fn refusals_of_any_kind_are_put_off() {
     let counter = Counter::open();
     let mut reasons = Vec::new();
     for _ in 0..6 {
-        let foreign = Counter::open().token("edge-1", Duration::from_mins(1));
+        let foreign = Counter::open().token("edge-1", Duration::from_hours(1));
         reasons.push(counter.refused(&foreign, "edge-1").await.1);
     }
     assert_eq!(reasons[..5], ["token_wrong_ca"; 5]);
@@ -469,9 +469,9 @@ async fn known_refusals_do_not_ask_the_engine() {
     let counter = Counter::sharing(Some(&engine));
     let store = &counter.world.store;
     let shared = SharedState::new(Arc::new(engine.clone()), store.clone(), true);
-    let used = counter.token("edge-1", Duration::from_mins(1));
+    let used = counter.token("edge-1", Duration::from_hours(1));
     let late = counter.token("edge-1", Duration::ZERO);
-    let foreign = Counter::open().token("edge-1", Duration::from_mins(1));
+    let foreign = Counter::open().token("edge-1", Duration::from_hours(1));
     let joined = counter.join(&used, None, &counter.csr()).await;
     assert_eq!(joined.0, 200, "{}", joined.1);
     // The use is in the data directory.
@@ -505,11 +505,11 @@ async fn known_refusals_do_not_ask_the_engine() {
 async fn join_at_once(counter: &Counter) {
     let book = counter.world.store.tokens().unwrap();
     let site = (&"site-*".parse().unwrap(), 150);
-    let site = book.create_for(site, Duration::from_mins(1), NodeAttributes::default());
+    let site = book.create_for(site, Duration::from_hours(1), NodeAttributes::default());
     let site = site.unwrap().text().expose().to_owned();
     let own = |number| {
         let node = format!("edge-{number}");
-        (counter.token(&node, Duration::from_mins(1)), node)
+        (counter.token(&node, Duration::from_hours(1)), node)
     };
     let by_own = (0..100).map(own);
     let by_site = (0..200).map(|number| (site.clone(), format!("site-{number}")));
@@ -612,7 +612,7 @@ async fn a_slow_engine_serves_all_joins_that_wait() {
 async fn an_invalid_token_is_refused_while_the_engine_does_not_answer() {
     let engine = MemoryEngine::default();
     let counter = Counter::sharing(Some(&engine));
-    let valid = counter.token("edge-1", Duration::from_mins(1));
+    let valid = counter.token("edge-1", Duration::from_hours(1));
     let late = counter.token("edge-2", Duration::ZERO);
     engine.set_delay(REQUEST_TIMEOUT * 2);
     let csr = counter.csr();
@@ -669,7 +669,7 @@ async fn of_two_edges_that_join_at_once_as_one_new_node_one_is_admitted() {
     let counter = Counter::open();
     let book = counter.world.store.tokens().unwrap();
     let any = (&"edge-*".parse().unwrap(), 9);
-    let any = book.create_for(any, Duration::from_mins(1), NodeAttributes::default());
+    let any = book.create_for(any, Duration::from_hours(1), NodeAttributes::default());
     let any = any.unwrap().text().expose().to_owned();
     let edges = (0..8).map(|_| async {
         let key = PrivateKey::generate().unwrap();
@@ -704,7 +704,7 @@ async fn a_renewal_keeps_the_node_and_needs_its_certificate() {
     counter.world.nodes.replace_cluster([].into());
     let (status, message) = counter.post("/v1/renew", edge(), body()).await;
     assert_eq!((status, &message["reason"]), (403, &json!("node_unknown")));
-    let token = counter.token("edge-1", Duration::from_mins(1));
+    let token = counter.token("edge-1", Duration::from_hours(1));
     assert_eq!(counter.join(&token, None, &counter.csr()).await.0, 200);
     let before = counter.world.store.nodes().all().unwrap();
     let (status, message) = counter.post("/v1/renew", edge(), body()).await;
@@ -742,7 +742,7 @@ async fn an_edge_that_another_gateway_admitted_by_cluster_renews_here() {
 #[tokio::test]
 async fn a_certificate_that_is_no_longer_valid_renews_nothing() {
     let counter = Counter::open();
-    let token = counter.token("edge-1", Duration::from_mins(1));
+    let token = counter.token("edge-1", Duration::from_hours(1));
     assert_eq!(counter.join(&token, None, &counter.csr()).await.0, 200);
     let body = || json!({ "csr": counter.csr() }).to_string();
     let good = Peer {
@@ -805,7 +805,7 @@ async fn over_the_port(
 async fn an_edge_joins_and_renews_over_the_tunnel_port() {
     let counter = Counter::open();
     let world = &counter.world;
-    let token = counter.token("edge-1", Duration::from_mins(1));
+    let token = counter.token("edge-1", Duration::from_hours(1));
     let join = verify::join_client(world.ca.fingerprint()).unwrap();
     let body = json!({ "token": token, "csr": counter.csr(), "version": "1" });
     let message = over_the_port(world, join.clone(), "/v1/enrol", body).await;

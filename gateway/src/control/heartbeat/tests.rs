@@ -148,7 +148,7 @@ async fn a_delegated_node_is_a_member_for_a_gateway_that_never_saw_it() {
     assert_eq!(announced, [("edge-2", 1), ("edge-1", 0)]);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn forged_and_foreign_heartbeats_are_refused() {
     let world = world();
     let issue = || verifier(&world).state().nonces.issue(Instant::now());
@@ -214,7 +214,7 @@ async fn forged_and_foreign_heartbeats_are_refused() {
     assert_eq!(verdict("edge-3", &signed(&one, &issue())), "too_many");
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_revoked_node_has_no_heartbeats() {
     let world = world();
     world
@@ -267,7 +267,7 @@ fn delegates_pools_and_nodes_have_limits_of_their_own() {
     assert!(limiter.is_empty());
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_delegate_that_forges_heartbeats_takes_nothing_from_its_pool() {
     let world = world();
     let issue = || verifier(&world).state().nonces.issue(Instant::now());

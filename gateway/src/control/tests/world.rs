@@ -94,11 +94,13 @@ fn advertised(all: &[&str]) -> AdvertisedGateways {
     })
 }
 
-/// Returns settings of a tunnel port with short timeouts.
+/// Returns settings of a tunnel port that soon closes the tunnels of edges which send no hello, or which stay although they are
+/// refused. A slow machine must not end anything else.
 fn impatient() -> config::Tunnel {
     config::Tunnel {
-        handshake_timeout: SHORT,
+        handshake_timeout: LONG,
         hello_timeout: SHORT,
+        close_after: LONG,
         ..config::Tunnel::default()
     }
 }
@@ -187,6 +189,26 @@ impl World {
     /// Starts a gateway with an API cache under these rules.
     pub(crate) fn read(api_cache: &config::ApiCache) -> Self {
         Self::made(&Workers::on_current_runtime(), false, Some(api_cache))
+    }
+
+    /// Starts a gateway with this time limit of handshakes.
+    pub(crate) fn with_handshake_timeout(handshake_timeout: Duration) -> Self {
+        let settings = config::Tunnel {
+            handshake_timeout,
+            ..impatient()
+        };
+        let settings = (settings, TunnelPortLimits::default());
+        Self::built(&Workers::on_current_runtime(), false, None, settings)
+    }
+
+    /// Starts a gateway that waits long for the hello of an edge.
+    pub(crate) fn patient() -> Self {
+        let settings = config::Tunnel {
+            hello_timeout: LONG,
+            ..impatient()
+        };
+        let settings = (settings, TunnelPortLimits::default());
+        Self::built(&Workers::on_current_runtime(), false, None, settings)
     }
 
     fn with(workers: &Workers, cluster: bool) -> Self {
@@ -351,28 +373,44 @@ impl World {
             .await
     }
 
-    /// Opens a tunnel up to the gateway's hello.
+    /// Opens a tunnel up to the gateway's hello. Dials again if the gateway has closed the tunnel before, because the machine was
+    /// slow.
     pub(crate) async fn dial(&self, identity: &EdgeIdentity) -> FakeEdge {
-        let io = self
-            .tls(verify::tunnel_client(identity).unwrap())
+        let dialling = async {
+            loop {
+                let config = verify::tunnel_client(identity).unwrap();
+                let io = self.tls(config).await.unwrap();
+                if let Some(edge) = FakeEdge::greeted(io).await {
+                    return edge;
+                }
+            }
+        };
+        timeout(LONG, dialling)
             .await
-            .unwrap();
-        FakeEdge::greeted(io).await
+            .expect("the gateway sends no hello")
     }
 
-    /// Opens a tunnel, sends this hello, and returns the tunnel with the gateway's answer.
+    /// Opens a tunnel, sends this hello, and returns the tunnel with the gateway's answer. Dials again if the gateway has closed the
+    /// tunnel without an answer, because the hello was late on a slow machine.
     pub(crate) async fn says(
         &self,
         identity: &EdgeIdentity,
         welcome: EdgeHello,
     ) -> (FakeEdge, GatewayMessage) {
-        let mut edge = self.dial(identity).await;
-        edge.control
-            .send(&EdgeMessage::Welcome(Box::new(welcome)))
+        let welcome = EdgeMessage::Welcome(Box::new(welcome));
+        let talking = async {
+            loop {
+                let mut edge = self.dial(identity).await;
+                if edge.control.send(&welcome).await.is_ok()
+                    && let Ok(heard) = edge.control.receive::<GatewayMessage>().await
+                {
+                    return (edge, heard);
+                }
+            }
+        };
+        timeout(LONG, talking)
             .await
-            .unwrap();
-        let heard = edge.hear().await;
-        (edge, heard)
+            .expect("the gateway does not answer")
     }
 
     /// Opens a registered tunnel.

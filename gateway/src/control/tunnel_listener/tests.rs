@@ -8,7 +8,7 @@ use crate::{
         drain::{DrainListeners, drain},
         successor::Successor,
         tests::{
-            FakeEdge, LONG, dismissal, welcome,
+            FakeEdge, LONG, SHORT, dismissal, welcome,
             world::{World, identity, name, new_ca},
         },
     },
@@ -266,7 +266,7 @@ async fn a_missing_or_foreign_certificate_or_alpn_gets_an_alert() {
 
 #[tokio::test]
 async fn a_silent_peer_is_disconnected() {
-    let world = World::start();
+    let world = World::with_handshake_timeout(SHORT);
     let mut silent = TcpStream::connect(world.address).await.unwrap();
     let mut rest = Vec::new();
     timeout(LONG, silent.read_to_end(&mut rest))
@@ -536,7 +536,7 @@ fn turn(world: &World, step: fn(Ca) -> Result<(Ca, RotationStep), CaError>) {
 /// The edge connects under the old root and delays its hello.
 #[tokio::test]
 async fn a_refused_edge_replaces_no_other_tunnel() {
-    let world = World::start();
+    let world = World::patient();
     let old = world.enrolled("edge-1");
     turn(&world, Ca::prepare);
     turn(&world, Ca::activate);
@@ -550,7 +550,7 @@ async fn a_refused_edge_replaces_no_other_tunnel() {
     let heard = late.hear().await;
     let (why, detail) = dismissal(&heard).unwrap();
     assert_eq!(why, GoAway::NotAdmitted, "{detail}");
-    late.ended().await;
+    drop(late);
     let _marker = world.joined(&marker, "a", 1).await;
     let message = rightful.control.receive::<GatewayMessage>().now_or_never();
     assert!(message.is_none(), "it was asked to leave");

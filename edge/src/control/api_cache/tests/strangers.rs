@@ -1,6 +1,6 @@
 //! Clients that are refused on the site network.
 
-use super::super::member_server::max_per_member;
+use super::super::{member_server::max_per_member, tls_acceptor::HANDSHAKE_TIMEOUT};
 use super::world::{Cloud, Edge, Gateway, SOON, World, at, identity, pool, raw};
 use causeway_certs::{Ca, EdgeIdentity, GatewayName, TrustDomain, verify::PoolMemberTls};
 use causeway_tunnel::control_stream::NodePoolMembers;
@@ -14,7 +14,7 @@ use std::{str::FromStr, sync::Arc, time::Duration};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpSocket, TcpStream},
-    time::timeout,
+    time::{Instant, timeout},
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 
@@ -142,7 +142,7 @@ async fn unstarted_handshakes_delay_no_other_connection() {
 async fn an_address_that_shakes_no_hands_loses_its_oldest() {
     let world = World::new();
     let (_gateway, edge, _) = served(&world).await;
-    let mut silent = Vec::new();
+    let (mut silent, begun) = (Vec::new(), Instant::now());
     // More than the limit of simultaneous handshakes.
     for _ in 0..300 {
         let socket = TcpSocket::new_v4().unwrap();
@@ -156,7 +156,9 @@ async fn an_address_that_shakes_no_hands_loses_its_oldest() {
     let ended = timeout(SOON, silent[0].read_u8()).await.unwrap();
     assert!(ended.is_err(), "{ended:?}");
     let ended = silent[299].read_u8().now_or_never();
-    assert!(ended.is_none(), "{ended:?}");
+    // On a slow machine its own time may be over.
+    let is_over = begun.elapsed() >= HANDSHAKE_TIMEOUT;
+    assert!(ended.is_none() || is_over, "{ended:?}");
 }
 
 #[tokio::test]
@@ -168,11 +170,15 @@ async fn one_member_does_not_take_the_places_of_others() {
     edge.until(|api_cache| api_cache.members.len() == 3).await;
     let greedy = dials(&identity(&world.ca, "edge-2"));
     let mut held = Vec::new();
-    while let Ok(tls) = watches(&edge, greedy.clone(), "v1/services").await {
-        held.push(tls);
-        assert!(held.len() <= max_per_member(1));
-    }
-    assert_eq!(held.len(), max_per_member(1));
+    let filling = async {
+        while held.len() < max_per_member(1) {
+            // A slow machine may need longer than the time of a handshake.
+            held.extend(watches(&edge, greedy.clone(), "v1/services").await);
+        }
+    };
+    timeout(SOON, filling).await.expect("it gets its places");
+    let more = watches(&edge, greedy.clone(), "v1/services").await;
+    assert!(more.is_err(), "it gets no more");
     let other = answered(&edge, dials(&identity(&world.ca, "edge-3")))
         .await
         .unwrap();

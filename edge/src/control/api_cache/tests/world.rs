@@ -4,6 +4,7 @@ use super::super::{super::http_server::AcceptedConnections, local_server::cache_
 use super::Nodes;
 use crate::{
     Config,
+    control::test_address::reserved_address,
     status::{self, ApiCacheStatus, Status},
 };
 use bytes::Bytes;
@@ -21,7 +22,8 @@ use causeway_tunnel::{
     gateway_side, wire,
 };
 use causeway_watch_cache::{
-    CacheLimits, GroupVersionResource, ListWatch, SourceResponse, WatchCache, reflect,
+    CacheLimits, GroupVersionResource, ListWatch, SourceResponse, WatchCache, disk::SnapshotDir,
+    reflect,
 };
 use futures_util::{StreamExt, future::BoxFuture, stream};
 use http::{HeaderMap, Request, StatusCode};
@@ -45,7 +47,7 @@ use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, DuplexStream},
     net::{TcpListener, TcpStream},
     sync::{broadcast, mpsc, watch},
-    time::timeout,
+    time::{sleep, timeout},
 };
 use tokio_rustls::LazyConfigAcceptor;
 use tokio_util::sync::CancellationToken;
@@ -53,6 +55,10 @@ use tracing::info_span;
 
 pub(super) const SOON: Duration = Duration::from_mins(2);
 const HOUR: Duration = Duration::from_hours(1);
+const CACHE_LIMITS: CacheLimits = CacheLimits {
+    response_bytes: 1 << 20,
+    event_buffer_bytes: 1 << 20,
+};
 
 /// Versions by resource and name.
 type Objects = BTreeMap<(String, String), u64>;
@@ -188,20 +194,14 @@ struct TestListener {
 
 impl Gateway {
     pub(super) async fn start(ca: &Arc<Ca>, cloud: Arc<Cloud>) -> Self {
-        Self::start_on("127.0.0.1:0".parse().unwrap(), ca, cloud).await
+        Self::start_on(reserved_address(), ca, cloud).await
     }
 
     async fn start_on(address: SocketAddr, ca: &Arc<Ca>, cloud: Arc<Cloud>) -> Self {
         let listener = TcpListener::bind(address).await.unwrap();
         let address = listener.local_addr().unwrap();
         let tasks = TaskGroup::default();
-        let pool = WatchCache::new(
-            &cloud.resources,
-            &CacheLimits {
-                response_bytes: 1 << 20,
-                event_buffer_bytes: 1 << 20,
-            },
-        );
+        let pool = WatchCache::new(&cloud.resources, &CACHE_LIMITS);
         for store in pool.stores() {
             let (store, api) = (store.clone(), Api(cloud.clone()));
             tasks.spawn(info_span!("store"), async move {
@@ -415,6 +415,26 @@ impl Node {
         store.write_runtime("members", &text).unwrap();
     }
 
+    /// Waits until this state of the Services and a pool with this leader are on the disk. The edge does not report its saves.
+    pub(super) async fn until_saved(&self, services: &causeway_watch_cache::Status, leader: &str) {
+        let snapshots = SnapshotDir::new(self.data.path().join("pool"), 1 << 20);
+        let store = Store::open(self.data.path(), OpenMode::Existing).unwrap();
+        let is_saved = || {
+            let cache = WatchCache::new(&["v1/services".parse().unwrap()], &CACHE_LIMITS);
+            assert_eq!(snapshots.load(&cache), Vec::<String>::new());
+            let text = store.read_runtime("members").unwrap().unwrap_or_default();
+            let members = serde_json::from_str::<NodePoolMembers>(&text).unwrap_or_default();
+            cache.stores()[0].status().version == services.version
+                && members.leader.as_deref() == Some(leader)
+        };
+        let saved = async {
+            while !is_saved() {
+                sleep(Duration::from_millis(10)).await;
+            }
+        };
+        timeout(SOON, saved).await.expect("the state is saved");
+    }
+
     /// Starts a cache of Services, for the node itself and the members of its pool. `more` contains additional keys of
     /// `api_cache`.
     pub(super) async fn start(&self, gateways: &[&Gateway], more: Value) -> Edge {
@@ -443,6 +463,9 @@ impl Node {
         config.data_dir = self.data.path().into();
         config.gateways = if known.is_empty() { nowhere } else { known };
         config.admin.listen = "127.0.0.1:0".parse().unwrap();
+        // The gateways of these tests answer, however slow the machine is.
+        let timeouts = &mut config.timeouts;
+        (timeouts.tcp, timeouts.tls, timeouts.hello) = (SOON, SOON, SOON);
         let edge = crate::Edge::open(config, &CancellationToken::new())
             .await
             .unwrap();

@@ -12,7 +12,7 @@ pub(super) async fn also(ca: &Arc<Ca>, instance: &str, gateways: Vec<String>) ->
         replicas: None,
         dismiss: None,
     };
-    Gateway::start_on("127.0.0.1:0".parse().unwrap(), acceptor(ca, ca), says).await
+    Gateway::start_on(reserved_address(), acceptor(ca, ca), says).await
 }
 
 /// One attempt failed because the edge was already connected with the gateway through another address.
@@ -173,11 +173,7 @@ async fn a_tunnel_of_a_removed_gateway_ends_without_redial() {
 async fn gateways_that_announce_only_themselves_do_not_displace_each_other() {
     let ca = ca();
     let start = async |name: &str| {
-        let gateway = also(&ca, name, Vec::new()).await;
-        let address = gateway.address;
-        // Its announcement needs the address that it got.
-        gateway.tasks.drain(Duration::ZERO).await;
-        drop(gateway.registered);
+        let address = reserved_address();
         let says = Says {
             instance: name.into(),
             gateways: vec![address.to_string()],
@@ -283,7 +279,7 @@ pub(super) async fn one_of(ca: &Arc<Ca>, instance: &str, replicas: u32) -> Gatew
         replicas: Some(replicas),
         dismiss: None,
     };
-    Gateway::start_on("127.0.0.1:0".parse().unwrap(), acceptor(ca, ca), says).await
+    Gateway::start_on(reserved_address(), acceptor(ca, ca), says).await
 }
 
 pub(super) fn reached(gateways: u32, of: u32) -> impl Fn(&crate::status::Status) -> bool {
@@ -383,9 +379,8 @@ async fn a_discovered_gateway_has_its_own_bulk_tunnels() {
     let mut further = Vec::new();
     for (registered, gateway) in [(&one, &mut a), (&two, &mut b)] {
         let (mut send, mut receive) = session(&registered.tunnel).await;
-        round_trip(&mut send, &mut receive, 4 << 20).await;
         // A dropped tunnel would end and be dialled again.
-        further.push(gateway.next().await);
+        further.push(bulk_tunnel(gateway, &mut send, &mut receive).await);
         assert_eq!(further.last().unwrap().welcome.slot, 1);
         send.end().unwrap();
     }
@@ -402,8 +397,7 @@ async fn a_lost_first_tunnel_beside_a_bulk_tunnel_redials_its_gateway() {
     let (first, _found) = (a.next().await, b.next().await);
     edge.until(reached(2, 2)).await;
     let (mut send, mut receive) = session(&first.tunnel).await;
-    round_trip(&mut send, &mut receive, 4 << 20).await;
-    let further = a.next().await;
+    let further = bulk_tunnel(&mut a, &mut send, &mut receive).await;
     assert_eq!(further.welcome.slot, 1);
     let mut first = first;
     for _ in 0..3 {
@@ -426,7 +420,7 @@ async fn a_refusing_gateway_behind_a_balancer_gets_its_retry_delay() {
         replicas: Some(2),
         dismiss: Some(GoAway::Full),
     };
-    let refuses = Gateway::start_on("127.0.0.1:0".parse().unwrap(), acceptor(&ca, &ca), says).await;
+    let refuses = Gateway::start_on(reserved_address(), acceptor(&ca, &ca), says).await;
     let balancer = Balancer::start(&[takes.address, refuses.address, refuses.address]).await;
     let world = World::joined(&ca);
     let edge = world.run(&[balancer.address.to_string()], every()).await;

@@ -13,9 +13,8 @@ async fn gateway(ca: &Arc<Ca>) -> (Gateway, String) {
         replicas: None,
         dismiss: None,
     };
-    let any_port = "127.0.0.1:0".parse().unwrap();
     (
-        Gateway::start_on(any_port, acceptor_with(&leaf, ca), says).await,
+        Gateway::start_on(reserved_address(), acceptor_with(&leaf, ca), says).await,
         serial,
     )
 }

@@ -70,7 +70,7 @@ struct World {
 
 /// Source addresses of clients.
 const HERE: RemoteAddr = RemoteAddr::Unix(0);
-const BOUND: Duration = Duration::from_secs(3);
+const BOUND: Duration = Duration::from_mins(2);
 
 fn world(open: bool, kubernetes: &Kubernetes) -> World {
     let (gate, asked) = watch::channel(open);
@@ -169,7 +169,7 @@ async fn an_unanswered_review_times_out_and_admits_no_client() {
         .review_token("good", &[], HERE)
         .await
         .unwrap_err();
-    assert!(why.detail.contains("did not answer within 3s"), "{why:?}");
+    assert!(why.detail.contains("did not answer within 120s"), "{why:?}");
     assert_eq!(begun.elapsed(), BOUND);
     assert!(
         world
@@ -250,15 +250,18 @@ async fn an_answer_is_asked_for_again_when_its_time_is_over() {
 #[tokio::test]
 async fn a_token_never_counts_beyond_its_own_end() {
     let world = world(true, &Kubernetes::default());
-    let token = jwt(now().as_secs() + 2);
-    assert!(
-        world
-            .answers
-            .review_token(&token, &[], HERE)
-            .await
-            .unwrap()
-            .is_some()
-    );
+    let mut life = 2;
+    let token = loop {
+        let end = now().as_secs() + life;
+        let token = jwt(end);
+        let found = world.answers.review_token(&token, &[], HERE).await;
+        if found.unwrap().is_some() {
+            break token;
+        }
+        // A slow machine has asked too late.
+        assert!(now().as_secs() >= end, "it has not ended");
+        life *= 2;
+    };
     let over = async {
         while world
             .answers
