@@ -3,6 +3,7 @@
 use crate::{
     fleet::{Load, load},
     world::{
+        PATIENCE,
         app::App,
         process::{GatewayProcess, OPEN, Process, address_after, causeway},
         tool::{Running, Tool, need},
@@ -17,10 +18,8 @@ use std::{
     time::Duration,
 };
 use tempfile::TempDir;
-use tokio::{
-    net::{TcpListener, TcpStream},
-    time::Instant,
-};
+use test_summary::unused_port;
+use tokio::{net::TcpStream, time::Instant};
 
 /// Log message of a gateway about a new tunnel.
 const ARRIVED: &str = "edge-1 connected";
@@ -58,8 +57,7 @@ impl Balanced {
         nodes: &[&str],
     ) -> Self {
         let app = App::saying("here").await;
-        let free = TcpListener::bind((Ipv4Addr::new(127, 53, net, 1), 0)).await;
-        let port = free.unwrap().local_addr().unwrap().port();
+        let port = unused_port();
         let at = |number: u8| SocketAddr::from((Ipv4Addr::new(127, 53, net, number), port));
         let tunnel = format!("{{ advertise: [\"{}\"], replicas: 2{more} }}", at(100));
         let peers: Vec<_> = (1..=PLACES)
@@ -71,6 +69,9 @@ impl Balanced {
         // Joins where the test can wait for it.
         for node in nodes {
             first.join(node, app.port()).await.stop().await.ok();
+            // Its lines are counted from then on.
+            let left = format!("{node} disconnected");
+            first.gateway.wrote(&left, 1, PATIENCE).await;
         }
         let second = first.replica_at(&at(2).to_string()).await;
         let folder = tempfile::tempdir().unwrap();
@@ -147,6 +148,17 @@ impl Balanced {
         written.map(|written| written.count(ARRIVED)).collect()
     }
 
+    /// Checks that this number of tunnels has connected to each gateway, whose lines may still be on their way.
+    async fn has_arrived(&self, expected: &[usize]) {
+        until("all tunnels are in the logs", async || {
+            let arrived = self.arrived();
+            let mut both = arrived.iter().zip(expected);
+            both.all(|(now, least)| now >= least)
+        })
+        .await;
+        assert_eq!(self.arrived(), expected, "dialled again");
+    }
+
     /// Checks that each gateway has the node.
     async fn serve(&self) {
         for site in &self.sites {
@@ -182,12 +194,12 @@ impl Edge {
 #[tokio::test]
 async fn gateways_behind_one_address_change_without_request_loss() {
     need!("haproxy");
-    let mut all = Balanced::start(20, "roundrobin", "").await;
+    let mut all = Balanced::start(26, "roundrobin", "").await;
     let before = all.arrived();
     let edge = all.edge().await;
     edge.reaches(2, 2).await;
     all.serve().await;
-    assert_eq!(all.arrived(), [before[0] + 1, before[1] + 1]);
+    all.has_arrived(&[before[0] + 1, before[1] + 1]).await;
 
     // An update: the next gateway is ready before the previous one leaves.
     all.another(3).await;
@@ -228,7 +240,7 @@ async fn gateways_behind_one_address_change_without_request_loss() {
     all.another(4).await;
     edge.reaches(3, 3).await;
     all.serve().await;
-    assert_eq!(all.arrived(), [stood, 1, 1], "dialled again");
+    all.has_arrived(&[stood, 1, 1]).await;
     drop((gone, all.balancer));
 }
 
@@ -312,8 +324,9 @@ async fn a_sticky_balancer_costs_few_attempts_and_one_log_line() {
 #[tokio::test]
 async fn renewal_behind_a_balancer_supersedes_at_each_gateway() {
     need!("haproxy");
-    let lifetime = ", edge_certificate_lifetime: 20s";
-    let all = Balanced::start(22, "roundrobin", lifetime).await;
+    // A certificate begins an hour before it is issued, so the first renewal is due at once.
+    let lifetime = ", edge_certificate_lifetime: 10m";
+    let all = Balanced::start(25, "roundrobin", lifetime).await;
     let before = all.arrived();
     let edge = all.edge().await;
     edge.reaches(2, 2).await;

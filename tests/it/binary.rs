@@ -185,7 +185,7 @@ async fn ca_client_writes_private_files_and_refuses_path_names() {
 #[tokio::test]
 async fn sigterm_gives_a_slow_download_its_time_at_the_gateway() {
     need!("curl");
-    let mut slow = Slow::begin("").await;
+    let mut slow = Slow::begin("timeouts: { drain: 1h }").await;
     slow.site.gateway.signal("TERM").await;
     slow.site.gateway.wait_for_line("draining").await;
     let late = slow.refused_late().await;

@@ -35,8 +35,8 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-/// Lifetime of an edge's certificate.
-const SHORT: Duration = Duration::from_secs(20);
+/// Lifetime of an edge's certificate. A third of it is left when the renewal begins, more than a machine stops for.
+const SHORT: Duration = Duration::from_secs(40);
 /// Pause between two requests, and between two messages of a session. Time is the subject of these tests: traffic goes on while
 /// certificates are renewed and roots are replaced.
 pub(crate) const PACE: Duration = Duration::from_millis(100);
@@ -60,6 +60,10 @@ pub(crate) async fn app(span: Duration) -> App {
     let times = pieces(span);
     let app = App::http(move |head| match head.path().as_str() {
         "/exec" => answer::switch("websocket", b""),
+        "/unending" => Script::new()
+            .body()
+            .write("HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            .paced(chunk(), usize::MAX),
         "/slow" => {
             let length = PIECE * times;
             let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n");
@@ -73,6 +77,12 @@ pub(crate) async fn app(span: Duration) -> App {
     let app = app.await;
     app.forget().await;
     app
+}
+
+/// A chunk of a body without a length.
+fn chunk() -> Vec<u8> {
+    let head = format!("{PIECE:x}\r\n").into_bytes();
+    [head, pattern(PIECE), b"\r\n".to_vec()].concat()
 }
 
 /// A session that answers for as long as `goes_on` returns true.
@@ -103,23 +113,25 @@ async fn download(client: &Client, span: Duration) {
     assert_eq!(at, PIECE * pieces(span));
 }
 
-/// A download that is reset before its end.
+/// A download that ends only by a reset.
 async fn cut_download(client: &Client) {
     let mut connection = client.connect("edge-1").await.unwrap();
-    let request = Request::get(format!("{URL}slow")).body(whole("")).unwrap();
+    let request = Request::get(format!("{URL}unending"));
+    let request = request.body(whole("")).unwrap();
     let body = connection.open(request).await.unwrap().into_body();
     assert!(body.collect().await.is_err(), "it came to its end");
 }
 
-/// Sends requests without pauses, on one kept connection and on new ones. Returns the number of requests.
+/// Sends requests without pauses, on one kept connection and on new ones, until `ends`. A slow machine gets more time for at
+/// least 100 of them.
 ///
 /// A client with another certificate needs another connection: a connection that was authenticated under a removed root
 /// accepts no new request.
-async fn requests(client: impl Fn() -> (usize, Client), ends: Instant) -> usize {
+async fn requests(client: impl Fn() -> (usize, Client), ends: Instant) {
     let (mut certificate, first) = client();
     let mut kept = first.connect("edge-1").await.unwrap();
     let mut count = 0;
-    while Instant::now() < ends {
+    while Instant::now() < ends || count < 100 {
         let (now, client) = client();
         if now != certificate {
             certificate = now;
@@ -132,7 +144,6 @@ async fn requests(client: impl Fn() -> (usize, Client), ends: Instant) -> usize 
         // Time is the subject: the pace of the requests.
         sleep(PACE).await;
     }
-    count
 }
 
 /// Runs all of these clients during `meanwhile`: no connection is dropped and no request refused.
@@ -141,13 +152,12 @@ pub(crate) async fn nothing_is_lost(
     (span, ends): (Duration, Instant),
     meanwhile: impl Future<Output = ()>,
 ) {
-    let (requests, (), (), ()) = tokio::join!(
+    tokio::join!(
         requests(|| (0, client.clone()), ends),
         session(client, || Instant::now() < ends),
         download(client, span),
         meanwhile
     );
-    assert!(requests > 100, "{requests}");
 }
 
 async fn tunnels(testbed: &TestBed) -> Vec<Value> {
@@ -162,19 +172,26 @@ async fn short_lived_certificates_renew_without_dropped_requests() {
     let build = TestBed::build().config(|config| config.tunnel.edge_certificate_lifetime = SHORT);
     let testbed = TestBed::along(build, Protocol::Http, app.address()).await;
     let (ends, mut serials) = (Instant::now() + span, BTreeSet::new());
+    let mut count_serials = async || {
+        for tunnel in tunnels(&testbed).await {
+            serials.insert(tunnel["certificate"].as_str().unwrap().to_owned());
+        }
+        serials.len()
+    };
     let renewals = async {
         while Instant::now() < ends {
-            for tunnel in tunnels(&testbed).await {
-                serials.insert(tunnel["certificate"].as_str().unwrap().to_owned());
-            }
+            count_serials().await;
             // Time is the subject: tunnels are read at intervals much shorter than a certificate's life.
             sleep(PACE).await;
         }
+        // The first renewal starts at once, because a certificate begins an hour before it is issued.
+        until("the certificate is renewed repeatedly", async || {
+            count_serials().await > 2
+        })
+        .await;
     };
     let client = testbed.client();
     Box::pin(nothing_is_lost(&client, (span, ends), renewals)).await;
-    // The first renewal starts at once, because a certificate begins an hour before it is issued.
-    assert!(serials.len() > 2, "{serials:?}");
     let status = testbed.edge.status();
     assert!(status.certificate.unwrap().trouble.is_none());
     testbed.until_idle().await;
@@ -274,7 +291,7 @@ async fn a_complete_root_rotation_drops_and_refuses_no_request() {
     let span = span();
     let app = app(span).await;
     // One connection is idle during the whole test.
-    let site = GatewayProcess::with("timeouts: { idle_keepalive: 5m }").await;
+    let site = GatewayProcess::with("timeouts: { idle_keepalive: 1h }").await;
     for (now, old) in [
         (site.data().join("ca.pem"), "old.pem"),
         (site.path("alice.pem"), "was.pem"),
@@ -297,11 +314,10 @@ async fn a_complete_root_rotation_drops_and_refuses_no_request() {
     let mut kept = first.connect("edge-1").await.unwrap();
     assert_eq!(kept.get(URL).await.unwrap().status, 200);
     let retired = || current.lock().unwrap().0 == 1;
-    let (requests, (), (), ()) = tokio::join!(
+    tokio::join!(
         async {
-            let count = requests(client, ends).await;
+            requests(client, ends).await;
             requests_moved.store(true, Relaxed);
-            count
         },
         async {
             session(&first, || !retired()).await;
@@ -315,7 +331,6 @@ async fn a_complete_root_rotation_drops_and_refuses_no_request() {
             requests_moved.load(Relaxed) && session_ended.load(Relaxed)
         })
     );
-    assert!(requests > 100, "{requests}");
     edge.wait_for_line("certificate is renewed").await;
     assert_eq!(alice(&site).await.get(URL).await.status, 200);
     let late = Request::get(URL).body(whole("")).unwrap();

@@ -57,7 +57,7 @@ async fn a_large_upload_waits_for_the_apps_100_continue() {
     let app = App::http(|_| answer::after_continue("taken")).await;
     let testbed = TestBed::to(&app).await;
     let file = file(&testbed, 1 << 20);
-    let curl = testbed.curl(["--http1.1", "-v", "--expect100-timeout", "20", "-T"]);
+    let curl = testbed.curl(["--http1.1", "-v", "--expect100-timeout", "120", "-T"]);
     let output = curl
         .args([&file])
         .args(["-H", "Expect: 100-continue", URL])
@@ -82,7 +82,7 @@ async fn an_early_refusal_spares_the_client_the_upload() {
         let app = App::http(move |_| Script::new().write(answer.clone())).await;
         let testbed = TestBed::to(&app).await;
         let file = file(&testbed, 1 << 20);
-        let curl = testbed.curl(["--http1.1", "-v", "--expect100-timeout", "20", "-T"]);
+        let curl = testbed.curl(["--http1.1", "-v", "--expect100-timeout", "120", "-T"]);
         let output = curl
             .args([&file])
             .args(["-H", "Expect: 100-continue"])
@@ -141,6 +141,9 @@ async fn large_bodies_pass_whole_both_ways_and_leave_memory_flat() {
         let up = site.curl("edge-1", "").within(TRANSFER);
         let up = up.args([flag, "-T"]).args([&file]).run().await.ok();
         assert_eq!(up.text(), sum[..64], "{flag} up");
+    }
+    if !full {
+        return;
     }
     // Windows of 4 MiB at each end, without socket buffers: far from the 64 MiB of one body, and no more for 10 GiB.
     for ((process, before), (_, after)) in before.iter().zip(peaks(&site.path(""))) {

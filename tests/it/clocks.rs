@@ -193,6 +193,8 @@ async fn an_edge_whose_clock_is_ahead_renews_once_and_names_the_clock() {
     let mut edge = edge.start();
     edge.wait_for_line("this machine's clock is ahead of the gateway's; check the clock")
         .await;
+    edge.wait_for_line("this node's certificate is renewed")
+        .await;
     // Without the pause the next renewal follows after ten seconds.
     sleep(Duration::from_secs(12)).await;
     let renewed = edge.written().count("this node's certificate is renewed");

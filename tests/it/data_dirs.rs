@@ -1,6 +1,9 @@
 //! The data directories of a gateway and of an edge hold the files that the reference lists, with their modes.
 
-use crate::world::process::{GatewayProcess, causeway};
+use crate::world::{
+    process::{GatewayProcess, causeway},
+    until,
+};
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::Path;
@@ -40,7 +43,10 @@ fn files(root: &Path) -> Vec<(String, u32)> {
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
-            let data = fs::metadata(&path).unwrap();
+            // A running process may remove a file meanwhile.
+            let Ok(data) = fs::metadata(&path) else {
+                continue;
+            };
             if data.is_dir() {
                 folders.push(path);
                 continue;
@@ -53,11 +59,12 @@ fn files(root: &Path) -> Vec<(String, u32)> {
     found
 }
 
-fn check(root: &Path, heading: &str, least: usize) {
+async fn check(root: &Path, heading: &str, least: usize) {
     let mode = fs::metadata(root).unwrap().permissions().mode() & 0o7777;
     assert_eq!(mode, 0o700, "{}", root.display());
+    let what = format!("{} has {least} files", root.display());
+    until(&what, async || files(root).len() >= least).await;
     let (rows, files) = (rows(heading), files(root));
-    assert!(files.len() >= least, "{files:?}");
     for (name, mode) in files {
         let row = rows.iter().find(|(pattern, _)| matches(pattern, &name));
         assert_eq!(row.map(|(_, mode)| *mode), Some(mode), "{heading}: {name}");
@@ -72,17 +79,17 @@ async fn each_file_of_a_data_directory_is_in_the_reference() {
         "Data directory of the gateway",
         "Data directory of the edge",
     );
-    check(&site.data(), gateway, 9);
-    check(&site.edge_data("edge-1"), of_edge, 7);
+    check(&site.data(), gateway, 9).await;
+    check(&site.edge_data("edge-1"), of_edge, 7).await;
     edge.stop().await.ok();
     let leave = causeway("edge leave").flag("--data-dir", site.edge_data("edge-1"));
     leave.run().await.ok();
-    check(&site.edge_data("edge-1"), of_edge, 4);
+    check(&site.edge_data("edge-1"), of_edge, 4).await;
     let data = site.data();
     site.gateway.signal("TERM").await;
-    crate::world::until("the gateway has stopped", async || {
+    until("the gateway has stopped", async || {
         data.join("run-connected").exists() && !data.join("run-admin").exists()
     })
     .await;
-    check(&data, gateway, 9);
+    check(&data, gateway, 9).await;
 }

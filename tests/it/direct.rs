@@ -437,8 +437,13 @@ async fn the_next_address_of_a_name_is_dialled_after_one_that_fails() {
     let rules = PolicyWriter::new(Some(compiled(&rules)));
     let build = World::build().policy(rules.reader());
     let world = build.listener(dialling("wide")).start().await;
-    let app = App::tcp(Script::new().echo()).await;
-    let denied = TcpListener::bind(("127.0.0.2", app.port())).await.unwrap();
+    // A socket of another test may have the same port at the other address.
+    let (app, denied) = loop {
+        let app = App::tcp(Script::new().echo()).await;
+        if let Ok(denied) = TcpListener::bind(("127.0.0.2", app.port())).await {
+            break (app, denied);
+        }
+    };
     let target = format!("cloud-1:{}", app.port());
     let nobody = async || {
         let client = world.client_at("wide").nobody();

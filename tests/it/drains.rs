@@ -9,7 +9,6 @@ use crate::{
         until,
     },
 };
-use causeway_edge::config::Protocol;
 use futures_util::future::join_all;
 use hyper::{Request, header::CONNECTION};
 use std::time::Duration;
@@ -20,7 +19,11 @@ const LONG: Duration = Duration::from_mins(10);
 
 async fn testbed(app: &App) -> TestBed {
     let build = World::build().config(|config| config.timeouts.drain = LONG);
-    Box::pin(TestBed::along(build, Protocol::Http, app.address())).await
+    let world = Box::pin(build.start()).await;
+    let edge = world.edge("edge-1").port(9100, app.address());
+    let edge = edge.config(|config| config.timeouts.drain = LONG);
+    let edge = Box::pin(edge.join()).await;
+    TestBed::of(world, edge)
 }
 
 fn by_path(head: &Head) -> Script {

@@ -1,7 +1,9 @@
 //! Ports for servers that cannot choose one themselves, or that start again at the same one.
 
+use socket2::{Domain, Socket, Type};
 use std::{
-    net::{Ipv4Addr, TcpListener},
+    io,
+    net::{Ipv4Addr, SocketAddr},
     sync::atomic::{AtomicU32, Ordering::Relaxed},
 };
 
@@ -26,9 +28,19 @@ pub fn unused_port() -> u16 {
     for _ in 0..COUNT {
         let port = FIRST + first.wrapping_add(TAKEN.fetch_add(1, Relaxed)) % COUNT;
         let port = u16::try_from(port).expect("the range ends below 65,536");
-        if TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).is_ok() {
+        if bind(port).is_ok() {
             return port;
         }
     }
     panic!("no port from {FIRST} on is free");
+}
+
+/// Binds a socket to the port at all addresses, and closes it.
+///
+/// The socket never listens. A child that another thread forks meanwhile keeps a copy of it until it executes its program, and a
+/// socket that listens would refuse the port to the server.
+fn bind(port: u16) -> io::Result<()> {
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+    socket.set_reuse_address(true)?;
+    socket.bind(&SocketAddr::from((Ipv4Addr::UNSPECIFIED, port)).into())
 }

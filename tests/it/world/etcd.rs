@@ -60,8 +60,9 @@ impl Etcd {
         TcpStream::connect(self.address()).await.is_ok()
     }
 
-    /// Starts it with its data, at the same port.
+    /// Starts it with its data, at the same port, after the previous process has ended.
     pub(crate) async fn start_again(&mut self) {
+        until("the port is free", async || !self.is_open().await).await;
         let url = self.url();
         // Nobody reads its log.
         let etcd = Tool::new("sh")
