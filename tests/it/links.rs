@@ -28,12 +28,7 @@ const PATIENCE: Duration = Duration::from_mins(2);
 
 /// A gateway and an edge with at most this number of tunnels, which use `link`.
 async fn testbed(app: &App, delay: Duration, tunnels: usize) -> (TestBed, Link) {
-    // Gateway, edge and many clients share one thread, so a handshake or a head may take long.
-    let build = TestBed::build().config(|config| {
-        config.timeouts.tls = PATIENCE;
-        config.timeouts.header = PATIENCE;
-    });
-    let world = build.start().await;
+    let world = TestBed::build().start().await;
     let link = Link::far(world.tunnel(), delay).await;
     let plan = world.edge("edge-1").port(9100, app.address());
     let plan = plan.config(|config| config.tunnels.max = tunnels);

@@ -4,7 +4,7 @@ use crate::{
     smuggling::RecordingUpstream,
     testbed::TestBed,
     world::{
-        GATEWAY_NAME, PATIENCE, World,
+        GATEWAY_NAME, World,
         app::{App, Head, Script, answer},
         client::{Answer, assert_problem, exchange, read},
         gateway::{Build, anonymous},
@@ -24,8 +24,6 @@ fn build(judge: &RecordingUpstream) -> Build {
     TestBed::build()
         .listener(kubelets)
         .authorizer(judge.clone())
-        // A busy machine needs seconds for a head of a mebibyte.
-        .config(|config| config.timeouts.header = PATIENCE)
 }
 
 /// A target of this length.

@@ -3,7 +3,7 @@
 use crate::{
     recheck::{app_of, compiled, echoes, is_reset, session},
     world::{
-        GATEWAY_NAME, PATIENCE, World,
+        GATEWAY_NAME, World,
         app::{App, Script},
         authority::Authority,
         client::{Answer, Client, Wire, assert_problem, exchange},
@@ -136,8 +136,6 @@ fn reviewed(name: &str, kind: ListenerProtocol) -> Listener {
 fn building() -> (Build, Arc<Cluster>) {
     let cluster = Arc::new(Cluster::default());
     let build = World::build().reviews(Api(cluster.clone()));
-    // A thousand clients at once take longer on a busy machine.
-    let build = build.config(|config| config.timeouts.header = PATIENCE);
     let build = build
         .listener(reviewed("reviewed", ListenerProtocol::Https))
         .listener(reviewed("clear", ListenerProtocol::Http));

@@ -4,7 +4,7 @@
 //! `unix` (connect); all but the first admit every client, so that any program can be used.
 
 use crate::world::{
-    GATEWAY_NAME, PATIENCE, World,
+    GATEWAY_NAME, World,
     app::{App, Head, Script},
     authority::Authority,
     client::{Client, Wire, exchange},
@@ -76,8 +76,6 @@ impl TestBed {
             })
             .listener(anonymous("connect", ListenerProtocol::Connect))
             .listener(Listener::new("unix", ListenerProtocol::Connect, unix))
-            // Many handshakes at once take seconds on a busy machine.
-            .config(|config| config.timeouts.tls = PATIENCE)
     }
 
     /// Builds it with these listeners.

@@ -4,7 +4,7 @@
 //! Each refusal is the server's own alert: the test sets OpenSSL to offer parameters that it would not offer by itself.
 
 use crate::world::{
-    GATEWAY_NAME, LIFE, PATIENCE, World,
+    GATEWAY_NAME, LIFE, World,
     app::App,
     edge::Edge,
     gateway::{fixed, listener},
@@ -36,12 +36,6 @@ impl Scan {
         let app = App::saying("it").await;
         let build = World::build().listener(listener("connect", ListenerProtocol::Connect));
         let build = build.listener(fixed("bytes", ListenerProtocol::Tcp, "edge-1", 9100));
-        // OpenSSL is a process that a busy machine may stop in a handshake.
-        let build = build.config(|config| {
-            config.tunnel.handshake_timeout = PATIENCE;
-            config.timeouts.tls = PATIENCE;
-            config.timeouts.header = PATIENCE;
-        });
         let world = build.start().await;
         let edge = world.edge("edge-1").port(9100, app.address()).join().await;
         Self {

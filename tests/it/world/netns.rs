@@ -350,7 +350,7 @@ impl Host<'_> {
     pub(crate) fn asks(&self, server: IpAddr) {
         let folder = settings(&self.space.0);
         fs::create_dir_all(&folder).unwrap();
-        let text = format!("nameserver {server}\noptions timeout:1 attempts:1\n");
+        let text = format!("nameserver {server}\noptions timeout:30 attempts:1\n");
         fs::write(folder.join("resolv.conf"), text).unwrap();
     }
 }

@@ -93,7 +93,7 @@ pub(crate) fn causeway_under_modes() -> Causeway {
 /// The binary, which resolves names only with this server, at its port 53.
 pub(crate) fn causeway_asking(server: IpAddr, folder: &Path) -> Causeway {
     let (servers, sources) = (folder.join("resolv.conf"), folder.join("nsswitch.conf"));
-    let options = "options timeout:2 attempts:2";
+    let options = "options timeout:30 attempts:1";
     std::fs::write(&servers, format!("nameserver {server}\n{options}\n")).unwrap();
     std::fs::write(&sources, "hosts: dns\n").unwrap();
     let script = "mount --bind \"$1\" /etc/resolv.conf && mount --bind \"$2\" /etc/nsswitch.conf && \
@@ -313,7 +313,8 @@ impl Process {
     /// Ends the process that runs under strace at once; strace ends with it.
     pub(crate) async fn kill_traced(self) {
         let id = self.child.id().expect("the process runs").to_string();
-        let kill = r#"kill -s KILL $(cat "/proc/$1/task/$1/children")"#;
+        // Its own fault may have ended it already.
+        let kill = r#"for child in $(cat "/proc/$1/task/$1/children"); do kill -s KILL "$child"; done; true"#;
         Tool::new("sh")
             .args(["-c", kill, "sh", &id])
             .run()
