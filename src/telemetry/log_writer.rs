@@ -199,7 +199,7 @@ mod tests {
         line_queue.write_all(b"first\n").unwrap();
         begins.recv().unwrap();
         line_queue.write_all(b"last\n").unwrap();
-        let ((ended, end), begun) = (channel(), Instant::now());
+        let ((ended, end), start) = (channel(), Instant::now());
         std::thread::scope(|threads| {
             threads.spawn(move || {
                 drop(lines);
@@ -212,7 +212,7 @@ mod tests {
             end.recv().unwrap();
         });
         // A machine that was stopped meanwhile may have used up the whole time.
-        if begun.elapsed() < FLUSH_TIMEOUT {
+        if start.elapsed() < FLUSH_TIMEOUT {
             assert_eq!(written.try_iter().collect::<String>(), "first\nlast\n");
         }
     }

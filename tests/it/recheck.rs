@@ -92,11 +92,11 @@ async fn begin_before_expiry<T>(
     begin: impl AsyncFn(u64) -> Result<T, CallError>,
 ) -> T {
     loop {
-        let began = Instant::now();
+        let start = Instant::now();
         match begin(seconds).await {
-            Ok(begun) => return begun,
+            Ok(session) => return session,
             // Credentials end at a whole second.
-            Err(error) => assert!(began.elapsed().as_secs() + 2 >= seconds, "{error}"),
+            Err(error) => assert!(start.elapsed().as_secs() + 2 >= seconds, "{error}"),
         }
         seconds *= 2;
     }

@@ -183,11 +183,11 @@ fn a_client_certificate_begins_when_it_is_issued() {
 #[test]
 fn a_leaf_begins_an_hour_ago_and_never_outlives_its_root() {
     let ca = ca();
-    let now = UnixTime::now().as_secs();
     let leaf = facts(
         &ca.issue_listener(&[], Duration::from_secs(u64::MAX))
             .unwrap(),
     );
+    let now = UnixTime::now().as_secs();
     assert!(leaf.not_before <= now - 3595);
     assert_eq!(
         leaf.not_after,

@@ -5,7 +5,7 @@ use crate::{
     config::{AccessRule, ApiCache},
     control::tests::{
         FakeEdge, LONG, welcome,
-        world::{World, name},
+        world::{World, impatient, name},
     },
     state::{
         Node,
@@ -484,7 +484,11 @@ async fn other_gateways_put_no_node_into_a_pool_to_which_it_does_not_belong() {
 
 #[tokio::test]
 async fn a_peer_is_not_in_charge_once_it_answers_late() {
-    let world = World::read(&ApiCache::default());
+    // It is late long before it is suspect.
+    let world = World::read_with(config::Tunnel {
+        ping_timeout: LONG,
+        ..impatient()
+    });
     is_of_north(&world, "edge-1");
     let (edge, _) = member(&world, "edge-1", "10.0.0.1:10271").await;
     let peer = peer_of_north(&world, &[1]);

@@ -96,7 +96,7 @@ fn advertised(all: &[&str]) -> AdvertisedGateways {
 
 /// Returns settings of a tunnel port that soon closes the tunnels of edges which send no hello, or which stay although they are
 /// refused. A slow machine must not end anything else.
-fn impatient() -> config::Tunnel {
+pub(crate) fn impatient() -> config::Tunnel {
     config::Tunnel {
         handshake_timeout: LONG,
         hello_timeout: SHORT,
@@ -189,6 +189,16 @@ impl World {
     /// Starts a gateway with an API cache under these rules.
     pub(crate) fn read(api_cache: &config::ApiCache) -> Self {
         Self::made(&Workers::on_current_runtime(), false, Some(api_cache))
+    }
+
+    /// Starts a gateway with an API cache and these settings of the tunnel port.
+    pub(crate) fn read_with(settings: config::Tunnel) -> Self {
+        Self::built(
+            &Workers::on_current_runtime(),
+            false,
+            Some(&config::ApiCache::default()),
+            (settings, TunnelPortLimits::default()),
+        )
     }
 
     /// Starts a gateway with this time limit of handshakes.

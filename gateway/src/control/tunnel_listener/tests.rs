@@ -1051,15 +1051,27 @@ async fn a_connection_that_waits_too_long_for_its_handshake_is_refused() {
     });
     let edge = world.enrolled("edge-1");
     let config = verify::tunnel_client(&edge).unwrap();
-    let name = ServerName::from(world.address.ip());
-    let mut hello = Vec::new();
-    let mut stalled = ClientConnection::new(config.clone(), name).unwrap();
-    stalled.write_tls(&mut hello).unwrap();
-    let mut tcp = TcpStream::connect(world.address).await.unwrap();
-    tcp.write_all(&hello).await.unwrap();
-    // The gateway has answered, and waits for the end of the handshake.
-    tcp.read_u8().await.unwrap();
-    assert!(world.tls(config).await.is_err());
+    let stall = async || {
+        let name = ServerName::from(world.address.ip());
+        let mut hello = Vec::new();
+        let mut stalled = ClientConnection::new(config.clone(), name).unwrap();
+        stalled.write_tls(&mut hello).unwrap();
+        let mut tcp = TcpStream::connect(world.address).await.unwrap();
+        tcp.write_all(&hello).await.unwrap();
+        // The gateway has answered, and waits for the end of the handshake.
+        tcp.read_u8().await.unwrap();
+        tcp
+    };
+    let refused = async {
+        loop {
+            let stalled = stall().await;
+            if world.tls(config.clone()).await.is_err() {
+                return stalled;
+            }
+            // On a slow machine the time of the stalled handshake was over first.
+        }
+    };
+    let tcp = timeout(LONG, refused).await.unwrap();
     let refused = r#"handshakes_failed_total{listener="tunnel",why="overloaded"} 1"#;
     world.until(|world| world.counted(refused)).await;
     drop(tcp);
