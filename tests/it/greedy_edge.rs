@@ -44,7 +44,7 @@ impl TestSetup {
     async fn new() -> Self {
         // The hostile edge answers no PING, and must not be ended for that.
         let configuration = format!(
-            "{OPEN}\ntunnel: {{ memory: {BUDGET}, handshake_timeout: 10m, hello_timeout: 10m, ping_timeout: 10m }}"
+            "{OPEN}\ntunnel: {{ memory: {BUDGET}, handshake_timeout: 10m, hello_timeout: 20s, ping_timeout: 10m }}"
         );
         let site = GatewayProcess::with_listeners(&configuration).await;
         let site = site.restart(evil::enrol).await;

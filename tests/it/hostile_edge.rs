@@ -23,8 +23,8 @@ use tokio::{task::JoinSet, time::timeout};
 const GROWTH: usize = 128 << 20;
 
 /// Limits of a gateway that waits for a slow edge, and for an edge that answers no PING. The hostile edge then ends only for
-/// its attack, however busy the machine is.
-const PATIENT: &str = "tunnel: { handshake_timeout: 10m, hello_timeout: 10m, ping_timeout: 10m }";
+/// its attack, however busy the machine is. An edge that does not read its dismissal keeps the connection for `hello_timeout`.
+const PATIENT: &str = "tunnel: { handshake_timeout: 10m, hello_timeout: 20s, ping_timeout: 10m }";
 
 /// 103 without further fields.
 const EARLY: &[u8] = &[0x08, 3, b'1', b'0', b'3'];

@@ -83,6 +83,7 @@ async fn each_command_works_at_any_gateway() {
 
     // The edge is admitted at the gateway that did not issue its certificate, and loses its tunnel by a command at the other one.
     edge.stop().await.ok();
+    two.forget_gateways("edge-1");
     let ports = format!("{{9100: {{target: \"127.0.0.1:{}\"}}}}", app.port());
     let mut edge = causeway("edge --admin-listen 127.0.0.1:0")
         .flag("--gateway", &one.tunnel)
