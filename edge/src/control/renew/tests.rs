@@ -293,9 +293,10 @@ impl Joined {
         };
         config.admin.listen = "127.0.0.1:0".parse().unwrap();
         config.backoff.silent_max = Duration::from_millis(50);
-        // The gateways of these tests answer, however slow the machine is.
+        // An edge waits for the time limit of a dial before it treats its identity as refused.
+        let dial = Duration::from_secs(10);
         let timeouts = &mut config.timeouts;
-        (timeouts.tcp, timeouts.tls, timeouts.hello) = (SOON, SOON, SOON);
+        (timeouts.tcp, timeouts.tls, timeouts.hello) = (dial, dial, dial);
         config.kubernetes = cluster.as_ref().map(|_| config::Kubernetes::default());
         let (cluster, stop) = (cluster.map(|api| api as _), CancellationToken::new());
         let edge = Edge::open_with_csr(config, cluster, (&stop, &|_| {})).await;
