@@ -6,6 +6,7 @@
 mod decoder;
 mod encoder;
 mod huffman;
+mod indexing_rules;
 mod static_table;
 
 #[cfg(test)]

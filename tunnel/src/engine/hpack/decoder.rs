@@ -36,7 +36,8 @@ pub(crate) struct Decoder {
 const KEPT_SCRATCH: usize = 512;
 
 impl Decoder {
-    /// Returns a decoder with this initial `SETTINGS_HEADER_TABLE_SIZE`.
+    /// Returns a decoder with this `SETTINGS_HEADER_TABLE_SIZE`. A smaller one than the initial 4,096 octets must be set later,
+    /// if the peer may send blocks before it has acknowledged the SETTINGS.
     pub(crate) fn new(max_size: usize) -> Self {
         let mut decoder = Self {
             table: Table::new(),
@@ -48,12 +49,18 @@ impl Decoder {
         decoder
     }
 
-    /// Changes `SETTINGS_HEADER_TABLE_SIZE`, once the peer has acknowledged it.
+    /// Changes `SETTINGS_HEADER_TABLE_SIZE`. To be called when the peer has acknowledged it.
     pub(crate) fn set_max_size(&mut self, size: usize) {
         self.limit = size;
         if size < self.required_update.unwrap_or(self.table.max_size) {
             self.required_update = Some(size);
         }
+    }
+
+    /// Size of the dynamic table (RFC 7541 section 4.1).
+    #[cfg(test)]
+    pub(super) fn table_size(&self) -> usize {
+        self.table.size
     }
 
     /// Decodes a complete header block. `on_field` gets each field and its size (name, value and 32 octets, RFC 9113 section
@@ -67,13 +74,23 @@ impl Decoder {
         self.update_size(&mut reader)?;
         let mut is_malformed = false;
         while let Some(first) = reader.peek() {
-            let entry = if first & 0x80 != 0 {
-                self.indexed_field(&mut reader)?
-            } else {
-                self.literal_field(first, &mut reader)?
-            };
-            match entry.field {
-                Ok(field) => on_field(field, entry.size),
+            if first & 0x80 == 0 {
+                let (field, size) = self.literal_field(first, &mut reader)?;
+                match field {
+                    Ok(field) => on_field(field, size),
+                    Err(_) => is_malformed = true,
+                }
+                continue;
+            }
+            // An indexed field (RFC 7541 section 6.1).
+            let index = reader.integer(7)?;
+            if let Some((field, size)) = static_field(index) {
+                on_field(field, size);
+                continue;
+            }
+            let entry = self.table.get(index).ok_or(DecodeError::Compression)?;
+            match &entry.field {
+                Ok(field) => on_field(field.clone(), entry.size),
                 Err(_) => is_malformed = true,
             }
         }
@@ -105,20 +122,12 @@ impl Decoder {
         }
     }
 
-    /// Decodes a field from one of the tables (RFC 7541 section 6.1).
-    fn indexed_field(&self, reader: &mut Reader<'_>) -> Result<Entry, DecodeError> {
-        let index = reader.integer(7)?;
-        if let Some(entry) = static_entry(index) {
-            return Ok(entry);
-        }
-        self.table
-            .get(index)
-            .cloned()
-            .ok_or(DecodeError::Compression)
-    }
-
     /// Decodes a field with a literal value (RFC 7541 section 6.2).
-    fn literal_field(&mut self, first: u8, reader: &mut Reader<'_>) -> Result<Entry, DecodeError> {
+    fn literal_field(
+        &mut self,
+        first: u8,
+        reader: &mut Reader<'_>,
+    ) -> Result<(Result<Field, FieldName>, usize), DecodeError> {
         let is_newly_indexed = first & 0x40 != 0;
         if !is_newly_indexed && first & 0x20 != 0 {
             // A size update after a field.
@@ -138,14 +147,11 @@ impl Decoder {
         let value = reader.string(&mut self.scratch)?;
         let size = name.length() + value.len() + FIELD_OVERHEAD;
         let is_never_indexed = !is_newly_indexed && first & 0x10 != 0;
-        let entry = Entry {
-            field: name.with_value(value, is_never_indexed),
-            size,
-        };
+        let field = name.with_value(value, is_never_indexed);
         if is_newly_indexed {
-            self.table.insert(&entry);
+            self.table.insert(&field, size);
         }
-        Ok(entry)
+        Ok((field, size))
     }
 }
 
@@ -159,29 +165,31 @@ impl<'a> Reader<'a> {
         self.rest.first().copied()
     }
 
-    /// Reads an integer whose first octet has a prefix of this many bits (RFC 7541 section 5.1). Integers of more than five
-    /// octets fail, so that none exceeds 2^28 + 2^7.
+    /// Reads an integer whose first octet has a prefix of this many bits (RFC 7541 section 5.1).
+    #[inline]
     fn integer(&mut self, prefix: u32) -> Result<usize, DecodeError> {
-        let (first, mut rest) = self.rest.split_first().ok_or(DecodeError::Compression)?;
+        let (first, rest) = self.rest.split_first().ok_or(DecodeError::Compression)?;
+        self.rest = rest;
         let prefix_max = (1_usize << prefix) - 1;
-        let mut value = usize::from(*first) & prefix_max;
-        if value == prefix_max {
-            let mut shift = 0;
-            loop {
-                let (octet, after) = rest.split_first().ok_or(DecodeError::Compression)?;
-                rest = after;
-                value += usize::from(octet & 0x7f) << shift;
-                shift += 7;
-                if octet & 0x80 == 0 {
-                    break;
-                }
-                if shift == 28 {
-                    return Err(DecodeError::Compression);
-                }
+        let value = usize::from(*first) & prefix_max;
+        if value < prefix_max {
+            Ok(value)
+        } else {
+            self.integer_rest(value)
+        }
+    }
+
+    /// Reads the rest of an integer. More than four octets fail, so that the integer is below 2^28 + 2^7.
+    fn integer_rest(&mut self, mut value: usize) -> Result<usize, DecodeError> {
+        for shift in [0, 7, 14, 21] {
+            let (octet, rest) = self.rest.split_first().ok_or(DecodeError::Compression)?;
+            self.rest = rest;
+            value += usize::from(octet & 0x7f) << shift;
+            if octet & 0x80 == 0 {
+                return Ok(value);
             }
         }
-        self.rest = rest;
-        Ok(value)
+        Err(DecodeError::Compression)
     }
 
     /// Reads a string (RFC 7541 section 5.2). If it is Huffman-coded, it is decoded into `scratch`.
@@ -342,8 +350,8 @@ fn static_name(index: usize) -> Option<&'static HeaderName> {
     NAMES.get(index.checked_sub(static_table::FIRST_HEADER)?)
 }
 
-/// Returns an entry of the static table.
-fn static_entry(index: usize) -> Option<Entry> {
+/// Returns a field of the static table and its size.
+fn static_field(index: usize) -> Option<(Field, usize)> {
     let (name, value) = static_table::ENTRIES.get(index.checked_sub(1)?)?;
     let field = match index {
         1 => Field::Authority(Bytes::new()),
@@ -360,10 +368,7 @@ fn static_entry(index: usize) -> Option<Entry> {
         14 => Field::Status(StatusCode::INTERNAL_SERVER_ERROR),
         _ => Field::Header(static_name(index)?.clone(), HeaderValue::from_static(value)),
     };
-    Some(Entry {
-        field: Ok(field),
-        size: name.len() + value.len() + FIELD_OVERHEAD,
-    })
+    Some((field, name.len() + value.len() + FIELD_OVERHEAD))
 }
 
 /// Dynamic table of the decoder (RFC 7541 section 2.3.2).
@@ -376,7 +381,7 @@ struct Table {
 }
 
 /// Decoded field with its size. A field that is malformed still occupies the table: then only its name is of use.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct Entry {
     field: Result<Field, FieldName>,
     size: usize,
@@ -412,12 +417,15 @@ impl Table {
             .get(index.checked_sub(static_table::LENGTH + 1)?)
     }
 
-    /// Inserts an entry. One that is larger than the table empties it (RFC 7541 section 4.4).
-    fn insert(&mut self, entry: &Entry) {
-        self.shrink_to(self.max_size.saturating_sub(entry.size));
-        if entry.size <= self.max_size {
-            self.entries.push_front(entry.clone());
-            self.size += entry.size;
+    /// Inserts a field. One that is larger than the table empties it (RFC 7541 section 4.4).
+    fn insert(&mut self, field: &Result<Field, FieldName>, size: usize) {
+        self.shrink_to(self.max_size.saturating_sub(size));
+        if size <= self.max_size {
+            self.entries.push_front(Entry {
+                field: field.clone(),
+                size,
+            });
+            self.size += size;
         }
     }
 

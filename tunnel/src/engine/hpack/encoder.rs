@@ -1,6 +1,12 @@
 //! Encoder of header blocks.
 
-use super::{DEFAULT_TABLE_SIZE, FIELD_OVERHEAD, static_table};
+use super::{
+    DEFAULT_TABLE_SIZE, FIELD_OVERHEAD,
+    indexing_rules::{
+        AUTHORITY, FieldName, MAX_VALUES, METHOD, PATH, PROTOCOL, Rule, SCHEME, STATUS,
+    },
+    static_table,
+};
 use bytes::{BufMut, BytesMut};
 use http::HeaderName;
 use std::collections::VecDeque;
@@ -20,8 +26,8 @@ pub(crate) enum Name<'a> {
 
 /// Encoder of all header blocks that one end of a connection sends.
 ///
-/// Strings are not Huffman-coded. On an HTTP request the code would save a third of the bytes of the literals and cost about
-/// 2,800 instructions, a quarter of them at the peer. Most bytes are saved by the dynamic table.
+/// Strings are not Huffman-coded. The code would save a third of the octets of literals, but take about 2,800 instructions for a
+/// typical request, and more at the peer. The dynamic table saves most octets in any case.
 #[derive(Debug)]
 pub(crate) struct Encoder {
     table: Table,
@@ -32,15 +38,8 @@ pub(crate) struct Encoder {
     unindexed: usize,
 }
 
-/// Number of values that the dynamic table takes for one name. It keeps a field with many values (`user-agent` of many
-/// clients) from displacing all others.
-const MAX_VALUES: u8 = 8;
-
 /// A name with `MAX_VALUES` values in the table still gets each n-th new value indexed, because the old ones may be out of use.
 const REPLACEMENT_INTERVAL: usize = 8;
-
-/// Cookies shorter than this are never indexed, because they could be guessed (RFC 7541 section 7.1.3). h2 uses the same bound.
-const SHORT_COOKIE: usize = 20;
 
 impl Encoder {
     /// Returns an encoder for a peer with this `SETTINGS_HEADER_TABLE_SIZE`. At most 4,096 octets of it are used.
@@ -84,64 +83,69 @@ impl Encoder {
         is_sensitive: bool,
         block: &mut BytesMut,
     ) {
-        let (name, rule) = match name {
-            Name::Field(name) => {
-                let name = name.as_str().as_bytes();
-                (name, find_rule(name))
-            }
-            Name::Method => (METHOD.name.as_bytes(), METHOD),
-            Name::Scheme => (SCHEME.name.as_bytes(), SCHEME),
-            Name::Authority => (AUTHORITY.name.as_bytes(), AUTHORITY),
-            Name::Path => (PATH.name.as_bytes(), PATH),
-            Name::Status => (STATUS.name.as_bytes(), STATUS),
-            Name::Protocol => (PROTOCOL.name.as_bytes(), PROTOCOL),
+        let name = match name {
+            Name::Field(name) => FieldName::new(name.as_str().as_bytes()),
+            Name::Method => FieldName::with_rule(&METHOD),
+            Name::Scheme => FieldName::with_rule(&SCHEME),
+            Name::Authority => FieldName::with_rule(&AUTHORITY),
+            Name::Path => FieldName::with_rule(&PATH),
+            Name::Status => FieldName::with_rule(&STATUS),
+            Name::Protocol => FieldName::with_rule(&PROTOCOL),
         };
-        let is_sensitive = is_sensitive
-            || rule.is_confidential
-            || (rule.index == COOKIE && value.len() < SHORT_COOKIE);
-        if rule.index > 0
-            && !is_sensitive
+        let rule = name.rule;
+        // The name, the value and three integers of at most six octets.
+        block.reserve(name.octets.len() + value.len() + 18);
+        let is_sensitive = is_sensitive || value.len() < rule.sensitive_below;
+        if !is_sensitive
+            && rule.has_static_values
             && let Some(index) = static_field(rule.index, value)
         {
             block.put_u8(INDEXED.pattern | index);
-            return;
+        } else if is_sensitive || rule.max_values == 0 {
+            self.encode_unindexed(&name, value, is_sensitive, block);
+        } else {
+            self.encode_with_table(&name, value, block);
         }
-        // The name, the value and three integers of at most six octets.
-        block.reserve(name.len() + value.len() + 18);
-        if rule.max_values == 0 {
-            let kind = if is_sensitive {
-                NEVER_INDEXED
-            } else {
-                NOT_INDEXED
-            };
-            put_literal(block, kind, usize::from(rule.index), name, value);
-            return;
-        }
-        self.encode_with_table((name, rule), value, is_sensitive, block);
     }
 
-    fn encode_with_table(
-        &mut self,
-        (name, rule): (&[u8], Rule),
+    /// Encodes a field as a literal that does not become an entry of the dynamic table. Its name may be there.
+    fn encode_unindexed(
+        &self,
+        name: &FieldName<'_>,
         value: &[u8],
         is_sensitive: bool,
         block: &mut BytesMut,
     ) {
-        let found = self.table.find(rule.hash, name, value);
+        let rule = name.rule;
+        let kind = if is_sensitive {
+            NEVER_INDEXED
+        } else {
+            NOT_INDEXED
+        };
+        let mut name_index = usize::from(rule.index);
+        if name_index == 0 && rule.max_values > 0 {
+            name_index = self.table.find(name, value).name_index;
+        }
+        put_literal(block, kind, name_index, name.octets, value);
+    }
+
+    fn encode_with_table(&mut self, name: &FieldName<'_>, value: &[u8], block: &mut BytesMut) {
+        let found = self.table.find(name, value);
+        if found.index > 0 {
+            put_integer(block, INDEXED, found.index);
+            return;
+        }
+        let rule = name.rule;
         let name_index = if rule.index > 0 {
             usize::from(rule.index)
         } else {
             found.name_index
         };
-        if is_sensitive {
-            put_literal(block, NEVER_INDEXED, name_index, name, value);
-        } else if found.index > 0 {
-            put_integer(block, INDEXED, found.index);
-        } else if self.is_worth_indexing(&rule, found.values, name.len() + value.len()) {
-            put_literal(block, NEWLY_INDEXED, name_index, name, value);
-            self.table.insert(rule.hash, name, value);
+        if self.is_worth_indexing(rule, found.values, name.octets.len() + value.len()) {
+            put_literal(block, NEWLY_INDEXED, name_index, name.octets, value);
+            self.table.insert(name, value);
         } else {
-            put_literal(block, NOT_INDEXED, name_index, name, value);
+            put_literal(block, NOT_INDEXED, name_index, name.octets, value);
         }
     }
 
@@ -198,15 +202,19 @@ const STRING: Representation = Representation {
 };
 
 /// Writes an integer (RFC 7541 section 5.1).
+#[inline]
 fn put_integer(block: &mut BytesMut, representation: Representation, value: usize) {
     let Representation { pattern, prefix } = representation;
     let prefix_max = (1_usize << prefix) - 1;
     if value < prefix_max {
         block.put_u8(pattern | low_octet(value));
-        return;
+    } else {
+        block.put_u8(pattern | low_octet(prefix_max));
+        put_integer_rest(block, value - prefix_max);
     }
-    block.put_u8(pattern | low_octet(prefix_max));
-    let mut rest = value - prefix_max;
+}
+
+fn put_integer_rest(block: &mut BytesMut, mut rest: usize) {
     while rest >= 0x80 {
         block.put_u8(low_octet(rest) | 0x80);
         rest >>= 7;
@@ -240,248 +248,46 @@ fn put_literal(
 
 /// Returns the index of the entry of the static table with this value. `name_index` is the first index of the name.
 fn static_field(name_index: u8, value: &[u8]) -> Option<u8> {
-    match (name_index, value) {
-        (2, b"GET") | (4, b"/") | (6, b"http") | (8, b"200") | (16, b"gzip, deflate") => {
-            Some(name_index)
-        }
-        (2, b"POST") => Some(3),
-        (4, b"/index.html") => Some(5),
-        (6, b"https") => Some(7),
-        (8, b"204") => Some(9),
-        (8, b"206") => Some(10),
-        (8, b"304") => Some(11),
-        (8, b"400") => Some(12),
-        (8, b"404") => Some(13),
-        (8, b"500") => Some(14),
+    match name_index {
+        2 => match value {
+            b"GET" => Some(2),
+            b"POST" => Some(3),
+            _ => None,
+        },
+        4 => match value {
+            b"/" => Some(4),
+            b"/index.html" => Some(5),
+            _ => None,
+        },
+        6 => match value {
+            b"http" => Some(6),
+            b"https" => Some(7),
+            _ => None,
+        },
+        8 => match value {
+            b"200" => Some(8),
+            b"204" => Some(9),
+            b"206" => Some(10),
+            b"304" => Some(11),
+            b"400" => Some(12),
+            b"404" => Some(13),
+            b"500" => Some(14),
+            _ => None,
+        },
+        16 if value == b"gzip, deflate" => Some(16),
         _ => None,
     }
 }
 
-/// How fields of one name are encoded.
-#[derive(Clone, Copy)]
-struct Rule {
-    name: &'static str,
-    hash: u32,
-    /// First index of the name in the static table, or 0.
-    index: u8,
-    /// Number of values in the dynamic table. It is 1 for changing values whose name is not in the static table, so that at
-    /// least the name is found in the dynamic table.
-    max_values: u8,
-    is_confidential: bool,
-}
-
-const AUTHORITY: Rule = rule(":authority");
-const METHOD: Rule = rule(":method");
-const PATH: Rule = rule(":path");
-const SCHEME: Rule = rule(":scheme");
-const STATUS: Rule = rule(":status");
-const PROTOCOL: Rule = rule(":protocol");
-
-/// Index of `cookie` in the static table.
-const COOKIE: u8 = 32;
-
-/// Fields that are never indexed, like those that the caller marks as sensitive.
-const CONFIDENTIAL: [&str; 2] = ["authorization", "proxy-authorization"];
-
-/// Fields whose values are not indexed, because most of them are seen only once. Cookies are among them, because clients share
-/// a tunnel and with it the table.
-const CHANGING: [&str; 33] = [
-    ":path",
-    "age",
-    "content-length",
-    "content-range",
-    "cookie",
-    "date",
-    "etag",
-    "expires",
-    "if-match",
-    "if-modified-since",
-    "if-none-match",
-    "if-range",
-    "if-unmodified-since",
-    "last-modified",
-    "location",
-    "range",
-    "referer",
-    "set-cookie",
-    "cf-ray",
-    "grpc-timeout",
-    "idempotency-key",
-    "last-event-id",
-    "server-timing",
-    "traceparent",
-    "uber-trace-id",
-    "x-amzn-trace-id",
-    "x-b3-spanid",
-    "x-b3-traceid",
-    "x-cloud-trace-context",
-    "x-correlation-id",
-    "x-envoy-upstream-service-time",
-    "x-ratelimit-remaining",
-    "x-request-id",
-];
-
-/// Number of names with a rule of their own: those of header fields in the static table (one name has no second entry) and the
-/// changing ones that are not there.
-const RULES: usize = static_table::LENGTH - (static_table::FIRST_HEADER - 1) + 15;
-
-/// Rules of the names above. Other names have the rule of `find_rule`.
-static NAMED_RULES: [Rule; RULES] = build_rules();
-
-/// Positions in `NAMED_RULES` plus one, or 0, found by the hash of the name with linear probing.
-static RULE_SLOTS: [u8; 256] = build_rule_slots();
-
-const fn build_rules() -> [Rule; RULES] {
-    let mut rules = [AUTHORITY; RULES];
-    let mut count = 0;
-    let mut index = static_table::FIRST_HEADER;
-    while index <= static_table::LENGTH {
-        rules[count] = rule(static_table::ENTRIES[index - 1].0);
-        count += 1;
-        index += 1;
-    }
-    let mut changing = 0;
-    while changing < CHANGING.len() {
-        let rule = rule(CHANGING[changing]);
-        if rule.index == 0 {
-            rules[count] = rule;
-            count += 1;
-        }
-        changing += 1;
-    }
-    assert!(count == RULES);
-    rules
-}
-
-#[expect(
-    clippy::cast_possible_truncation,
-    reason = "fewer than 256 rules; `TryFrom` is not const"
-)]
-const fn build_rule_slots() -> [u8; 256] {
-    let rules = build_rules();
-    let mut slots = [0; 256];
-    let mut position = 0;
-    while position < RULES {
-        let mut slot = rules[position].hash as usize % 256;
-        while slots[slot] != 0 {
-            slot = (slot + 1) % 256;
-        }
-        slots[slot] = position as u8 + 1;
-        position += 1;
-    }
-    slots
-}
-
-#[expect(
-    clippy::cast_possible_truncation,
-    reason = "an index of at most 61; `TryFrom` is not const"
-)]
-const fn rule(name: &'static str) -> Rule {
-    let mut index = 0;
-    let mut entry = static_table::LENGTH;
-    while entry > 0 {
-        if is_same(static_table::ENTRIES[entry - 1].0, name) {
-            index = entry as u8;
-        }
-        entry -= 1;
-    }
-    let is_changing = contains(&CHANGING, name);
-    let is_confidential = contains(&CONFIDENTIAL, name);
-    let max_values = match (is_confidential, is_changing, index) {
-        (true, ..) => 0,
-        (_, true, 0) => 1,
-        (_, true, _) => 0,
-        (_, false, _) => MAX_VALUES,
-    };
-    Rule {
-        name,
-        hash: hash_name(name.as_bytes()),
-        index,
-        max_values,
-        is_confidential,
-    }
-}
-
-const fn contains(names: &[&str], name: &str) -> bool {
-    let mut position = 0;
-    while position < names.len() {
-        if is_same(names[position], name) {
-            return true;
-        }
-        position += 1;
-    }
-    false
-}
-
-const fn is_same(left: &str, right: &str) -> bool {
-    let (left, right) = (left.as_bytes(), right.as_bytes());
-    if left.len() != right.len() {
-        return false;
-    }
-    let mut position = 0;
-    while position < left.len() {
-        if left[position] != right[position] {
-            return false;
-        }
-        position += 1;
-    }
-    true
-}
-
-fn find_rule(name: &[u8]) -> Rule {
-    let hash = hash_name(name);
-    let mut slot = hash as usize % 256;
-    while let Some(rule) = usize::from(RULE_SLOTS[slot])
-        .checked_sub(1)
-        .and_then(|position| NAMED_RULES.get(position))
-    {
-        if rule.hash == hash && rule.name.as_bytes() == name {
-            return *rule;
-        }
-        slot = (slot + 1) % 256;
-    }
-    Rule {
-        name: "",
-        hash,
-        index: 0,
-        max_values: MAX_VALUES,
-        is_confidential: false,
-    }
-}
-
-/// Hashes a name by its length, its first and its last octets, because names differ there and a hash of all octets takes several
-/// times as long. Peers that choose names with equal hashes gain nothing: the table holds at most 128 entries.
-#[expect(
-    clippy::cast_possible_truncation,
-    reason = "the upper half of the product and a part of the length"
-)]
-const fn hash_name(name: &[u8]) -> u32 {
-    let (first, last) = if let (Some(first), Some(last)) = (name.first_chunk(), name.last_chunk()) {
-        (u64::from_le_bytes(*first), u64::from_le_bytes(*last))
-    } else if let (Some(first), Some(last)) = (name.first_chunk(), name.last_chunk()) {
-        (
-            u32::from_le_bytes(*first) as u64,
-            u32::from_le_bytes(*last) as u64,
-        )
-    } else if let [first, .., last] = name {
-        (*first as u64, *last as u64)
-    } else {
-        (0, name.len() as u64)
-    };
-    let mixed = first ^ last.rotate_left(29) ^ (name.len() as u64) << 56;
-    // 2^64 divided by the golden ratio.
-    (mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as u32
-}
-
 /// Dynamic table of the encoder (RFC 7541 section 2.3.2).
 ///
-/// Entries of names with equal hashes form a chain from the newest to the oldest. An entry that leaves the table needs no change
-/// of its chain: the chain ends at the first number below that of the oldest entry.
+/// Entries of names whose keys begin with the same five bits form a chain from the newest to the oldest. An entry that leaves
+/// the table needs no change of its chain: the chain ends at the first number below that of the oldest entry.
 #[derive(Debug)]
 struct Table {
     /// The oldest entry comes first.
     entries: VecDeque<Entry>,
-    /// Number of the newest entry for each hash modulo the number of chains, or 0.
+    /// Number of the newest entry of each chain, or 0.
     chains: [u64; CHAINS],
     /// Number of entries that left the table, which is one less than the number of the oldest entry.
     evicted: u64,
@@ -491,9 +297,14 @@ struct Table {
 
 const CHAINS: usize = 32;
 
+fn chain(key: u32) -> usize {
+    (key >> 27) as usize
+}
+
 #[derive(Debug)]
 struct Entry {
-    hash: u32,
+    /// Key of the name, see `FieldName`.
+    key: u32,
     name_length: u32,
     /// Number of the next older entry of the chain, or 0.
     older: u64,
@@ -523,12 +334,12 @@ impl Table {
         }
     }
 
-    fn find(&self, hash: u32, name: &[u8], value: &[u8]) -> Found {
+    fn find(&self, name: &FieldName<'_>, value: &[u8]) -> Found {
         let mut found = Found::default();
-        let mut number = self.chains[hash as usize % CHAINS];
+        let mut number = self.chains[chain(name.key)];
         while let Some((position, entry)) = self.entry(number) {
             number = entry.older;
-            if entry.hash != hash {
+            if entry.key != name.key {
                 continue;
             }
             let Some((entry_name, entry_value)) =
@@ -536,7 +347,7 @@ impl Table {
             else {
                 continue;
             };
-            if entry_name != name {
+            if !name.has_unique_key() && entry_name != name.octets {
                 continue;
             }
             let index = static_table::LENGTH + self.entries.len() - position;
@@ -559,19 +370,23 @@ impl Table {
         Some((position, self.entries.get(position)?))
     }
 
-    fn insert(&mut self, hash: u32, name: &[u8], value: &[u8]) {
-        let octets = [name, value].concat().into_boxed_slice();
+    fn insert(&mut self, name: &FieldName<'_>, value: &[u8]) {
+        let octets = [name.octets, value].concat().into_boxed_slice();
         let size = octets.len() + FIELD_OVERHEAD;
         self.shrink_to(self.max_size.saturating_sub(size));
-        let (Ok(name_length), true) = (u32::try_from(name.len()), size <= self.max_size) else {
-            debug_assert!(false, "is_worth_indexing");
+        let (Ok(name_length), true) = (u32::try_from(name.octets.len()), size <= self.max_size)
+        else {
+            debug_assert!(
+                false,
+                "`is_worth_indexing` allowed a field that is larger than the table"
+            );
             return;
         };
-        let chain = &mut self.chains[hash as usize % CHAINS];
-        let older = *chain;
-        *chain = self.evicted + self.entries.len() as u64 + 1;
+        let newest = &mut self.chains[chain(name.key)];
+        let older = *newest;
+        *newest = self.evicted + self.entries.len() as u64 + 1;
         self.entries.push_back(Entry {
-            hash,
+            key: name.key,
             name_length,
             older,
             octets,

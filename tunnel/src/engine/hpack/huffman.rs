@@ -92,52 +92,86 @@ pub(super) fn decode(input: &[u8], output: &mut Vec<u8>) -> Result<usize, Decode
     if output.len() < longest_output {
         output.resize(longest_output, 0);
     }
-    let mut rest = input;
-    // The next bits of the input, from the highest bit down, and how many of them there are. The bits below are 0.
-    let (mut bits, mut available) = (0_u64, 0_u32);
+    let output_length = output.len();
     let mut octets = output.iter_mut();
-    let mut length = 0;
+    let mut reader = BitReader {
+        rest: input,
+        bits: 0,
+        available: 0,
+    };
     loop {
-        if available < 32 {
-            if let Some((chunk, after)) = rest.split_first_chunk() {
-                bits |= u64::from(u32::from_be_bytes(*chunk)) << (32 - available);
-                available += 32;
-                rest = after;
-            } else {
-                while let [octet, after @ ..] = rest {
-                    bits |= u64::from(*octet) << (56 - available);
-                    available += 8;
-                    rest = after;
-                }
-                // Padding looks like the start of EOS, whose bits are all 1.
-                bits |= u64::MAX >> available;
+        reader.refill();
+        // Nearly all symbols have short codes. Eight bits are enough for them without another look at the end of the input.
+        while reader.available >= SHORT {
+            let (symbol, length) = reader.short_code();
+            if length == 0 {
+                break;
             }
+            *octets.next().ok_or(DecodeError::Compression)? = symbol;
+            reader.consume(length);
         }
-        let (symbol, code_length) = match TABLES.short[(bits >> (64 - SHORT)) as usize] {
-            (_, 0) => long_code(bits),
-            (symbol, code_length) => (Some(symbol), u32::from(code_length)),
+        reader.refill();
+        let (symbol, length) = match reader.short_code() {
+            (_, 0) => long_code(reader.bits),
+            (symbol, length) => (Some(symbol), length),
         };
-        if code_length > available {
-            let is_padding = available < 8 && bits == u64::MAX;
+        if length > reader.available {
+            let is_padding = reader.available < 8 && reader.bits == u64::MAX;
             return if is_padding {
-                Ok(length)
+                Ok(output_length - octets.len())
             } else {
                 Err(DecodeError::Compression)
             };
         }
-        let (Some(symbol), Some(octet)) = (symbol, octets.next()) else {
-            return Err(DecodeError::Compression);
-        };
-        *octet = symbol;
-        length += 1;
-        bits <<= code_length;
-        available -= code_length;
+        *octets.next().ok_or(DecodeError::Compression)? = symbol.ok_or(DecodeError::Compression)?;
+        reader.consume(length);
+    }
+}
+
+struct BitReader<'a> {
+    rest: &'a [u8],
+    /// Next bits of the input, from the highest bit down. The bits below them are 0, after the end of the input 1.
+    bits: u64,
+    /// Number of bits of the input in `bits`.
+    available: usize,
+}
+
+impl BitReader<'_> {
+    /// Makes at least 32 bits available, or all that are left.
+    fn refill(&mut self) {
+        if self.available >= 32 {
+            return;
+        }
+        if let Some((chunk, rest)) = self.rest.split_first_chunk() {
+            self.bits |= u64::from(u32::from_be_bytes(*chunk)) << (32 - self.available);
+            self.available += 32;
+            self.rest = rest;
+            return;
+        }
+        while let [octet, rest @ ..] = self.rest {
+            self.bits |= u64::from(*octet) << (56 - self.available);
+            self.available += 8;
+            self.rest = rest;
+        }
+        // Padding looks like the start of EOS, whose bits are all 1.
+        self.bits |= u64::MAX >> self.available;
+    }
+
+    /// Symbol and length of the next code. The length is 0 if it is longer than eight bits.
+    fn short_code(&self) -> (u8, usize) {
+        let (symbol, length) = TABLES.short[(self.bits >> (64 - SHORT)) as usize];
+        (symbol, usize::from(length))
+    }
+
+    fn consume(&mut self, length: usize) {
+        self.bits <<= length;
+        self.available -= length;
     }
 }
 
 /// Finds a code of more than eight bits. The symbol is `None` for EOS.
 #[cold]
-fn long_code(bits: u64) -> (Option<u8>, u32) {
+fn long_code(bits: u64) -> (Option<u8>, usize) {
     let upper = bits >> 32;
     let mut length = SHORT + 1;
     while length < LONGEST && upper >= TABLES.limit[length] {
@@ -146,5 +180,5 @@ fn long_code(bits: u64) -> (Option<u8>, u32) {
     let (first_code, first_position) = TABLES.first[length];
     let code = (upper >> (32 - length)) as usize;
     let position = code - first_code as usize + first_position as usize;
-    (TABLES.symbols.get(position).copied(), length as u32)
+    (TABLES.symbols.get(position).copied(), length)
 }

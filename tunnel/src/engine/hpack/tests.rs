@@ -1,9 +1,11 @@
 use super::*;
 use bytes::BytesMut;
-use http::{HeaderName, HeaderValue};
+use http::HeaderName;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 mod against_h2;
+mod hostile_blocks;
+mod indexing;
 mod rfc_examples;
 
 /// Field as the encoder takes it: name, value and whether it is sensitive.
@@ -223,4 +225,31 @@ fn random_fields(random: &mut StdRng) -> Vec<Sent> {
         fields.push((name, value.into_bytes(), random.random_ratio(1, 10)));
     }
     fields
+}
+
+/// All octets, coded by another implementation (the Python package `hpack`, version 4.2.0).
+const ALL_OCTETS: &str = "\
+    ffc7fffd8fffffe2fffffe3fffffe4fffffe5fffffe6fffffe7fffffe8ffffeafffffff3fffffa7fffffabffffffdfffffeb \
+    fffffecfffffedfffffeefffffefffffff0ffffff1ffffff2fffffffbfffffcffffffd3fffffd7fffffdbfffffdffffffe3f \
+    ffffe7fffffebfffffed4fe3f9ffaffcabf1febfafefe7fdfd2cbb00089969b71d79fb9f7fff20ffbff3ff50ddbd7f061c58 \
+    f265cd9f469d5af66dddbf871e5f9cff7ff7fffc3ff9ffe45fff4719242cb34e6e9d68a6a3d7dac426defe3cfaf7fffbfe7f \
+    fbffdffffffcfffe6ffff4bfff9ffffa3fffd3ffff53fffd5ffffb3fffeb7fffdaffffb7ffff73fffeeffffdeffffebffffb \
+    fffffd9ffffdbfffebffffe0ffffeeffffc3ffff8bffff1ffffe4fffee7fffb1ffff97fffd9ffffcdffff9fffffbffffdaff \
+    feeffff4ffffb7fffee7fffe8ffffd3fffdeffffd5fffeeffffbdffffe1fffdfffff7fffff5ffffecffff07fff87fffe0fff \
+    f17fffedffff87ffff77fffeffffeaffff8bfffe3ffff93ffff87fffcbffff37ffff1fffff83ffffe1fffebfffe3ffff3fff \
+    ff2ffffa3ffffd9fffff17ffffc7fffff27ffffdefffffbffffff2fffff8fffffb7fff97fff8fffffe6fffffc1fffff87fff \
+    fe7fffffc5ffffe5fffe4ffff2fffffd1fffff4ffffffefffffe3fffffc9fffff97fffb3ffffcffffb7fffcdffff4ffff9ff \
+    ffd1ffffcffffeaffffafffffddffffeffffff4fffff5fffffabffffa7ffffd7fffff9bffffecfffffb7fffff3fffffe8fff \
+    ffd3fffffabfffff5fffffff7ffffecfffffdbfffffbbfffff7ffffff0fffffbbf";
+
+#[test]
+fn huffman_code_of_all_octets() {
+    let code = rfc_examples::octets(ALL_OCTETS);
+    let mut output = Vec::new();
+    let length = huffman::decode(&code, &mut output).unwrap();
+    assert_eq!(output[..length], (0..=255).collect::<Vec<u8>>());
+    // No prefix decodes to all octets. Most end within a symbol, and the others in valid padding.
+    for end in 0..code.len() {
+        assert_ne!(huffman::decode(&code[..end], &mut output), Ok(256));
+    }
 }

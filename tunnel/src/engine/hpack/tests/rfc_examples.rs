@@ -2,7 +2,7 @@
 
 use super::*;
 
-fn octets(hex: &str) -> Vec<u8> {
+pub(super) fn octets(hex: &str) -> Vec<u8> {
     let digits: Vec<u8> = hex.bytes().filter(u8::is_ascii_hexdigit).collect();
     digits
         .chunks(2)
