@@ -94,10 +94,7 @@ impl Builder {
     /// # Errors
     /// Never; the transport is first used later.
     #[expect(clippy::unused_async, reason = "the interface of h2")]
-    pub async fn handshake<S, B>(
-        &self,
-        io: S,
-    ) -> Result<(SendRequest<B>, Connection<S, B>), Error>
+    pub async fn handshake<S, B>(&self, io: S) -> Result<(SendRequest<B>, Connection<S, B>), Error>
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
@@ -318,6 +315,13 @@ impl<S, B> Connection<S, B> {
     /// If the peer has not acknowledged earlier SETTINGS.
     pub fn set_initial_window_size(&mut self, size: u32) -> Result<(), Error> {
         self.driver.with(|state| state.set_window(size))
+    }
+}
+
+#[cfg(test)]
+impl<S: AsyncRead + AsyncWrite + Unpin, B> Connection<S, B> {
+    pub(super) fn buffered_memory(&self) -> usize {
+        self.driver.buffered_memory()
     }
 }
 

@@ -83,7 +83,11 @@ impl Shared {
     pub(super) fn with<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
         let mut state = self.lock();
         let result = change(&mut state);
-        let task = if state.has_work { state.task.take() } else { None };
+        let task = if state.has_work {
+            state.task.take()
+        } else {
+            None
+        };
         let wakes = std::mem::take(&mut state.wakes);
         drop(state);
         for waker in task.into_iter().chain(wakes) {
@@ -133,7 +137,7 @@ pub(super) struct State {
     pub(super) heads: BytesMut,
     pub(super) unsent: Unsent,
     pub(super) schedule: Schedule,
-    /// Streams with a due WINDOW_UPDATE.
+    /// Streams with a due `WINDOW_UPDATE`.
     pub(super) updates: Vec<Key>,
     pub(super) send_window: SendWindow,
     pub(super) recv_window: RecvWindow,
@@ -276,7 +280,11 @@ impl State {
     /// Applies the peer's SETTINGS and acknowledges them.
     pub(super) fn apply_peer_settings(&mut self, settings: &Settings) -> Result<(), Reason> {
         // Compressed heads have to leave before the acknowledgement of a smaller table or frame.
-        let out = if self.heads.is_empty() { &mut self.control } else { &mut self.heads };
+        let out = if self.heads.is_empty() {
+            &mut self.control
+        } else {
+            &mut self.heads
+        };
         frame::put_frame(out, kind::SETTINGS, flag::ACK, 0, &[]);
         self.unsent.acks += 1;
         if let Some(size) = settings.header_table_size {
@@ -390,7 +398,9 @@ impl State {
         // A peer that does not read the responses gets no more of them.
         while self.heads.len() < MAX_UNSENT_HEADS {
             let (key, request) = self.accept.pop_front()?;
-            let Some(stream) = self.store.get(key) else { continue };
+            let Some(stream) = self.store.get(key) else {
+                continue;
+            };
             stream.is_unaccepted = false;
             let Some(error) = &stream.error else {
                 stream.handles = 2;
@@ -419,11 +429,17 @@ impl State {
             return Err(Error::user("the request's head is malformed"));
         }
         if self.next_id > MAX_WINDOW {
-            return Err(Error::user("the connection has no more numbers for streams"));
+            return Err(Error::user(
+                "the connection has no more numbers for streams",
+            ));
         }
         let (peer, local) = (self.peer.window, self.local_window);
-        let mut stream =
-            Stream::new(self.next_id, true, SendWindow::new(peer), RecvWindow::new(local));
+        let mut stream = Stream::new(
+            self.next_id,
+            true,
+            SendWindow::new(peer),
+            RecvWindow::new(local),
+        );
         self.next_id += 2;
         stream.handles = 2;
         stream.send = if end { Half::Ended } else { Half::Open };
@@ -439,7 +455,9 @@ impl State {
 
     /// Writes the head of a request.
     fn open(&mut self, key: Key, request: &Request<()>, end: bool) {
-        let Some(stream) = self.store.get(key) else { return };
+        let Some(stream) = self.store.get(key) else {
+            return;
+        };
         if stream.error.is_some() {
             return;
         }
@@ -457,7 +475,9 @@ impl State {
     /// Opens waiting streams and wakes waiting requests, as many as the peer allows.
     pub(super) fn open_waiting(&mut self) {
         while self.open_local < self.peer.max_streams {
-            let Some((key, request, end)) = self.waiting.pop_front() else { break };
+            let Some((key, request, end)) = self.waiting.pop_front() else {
+                break;
+            };
             self.open(key, &request, end);
         }
         if self.ready_wakers.is_empty() || self.heads.len() >= MAX_UNSENT_HEADS {
@@ -466,7 +486,10 @@ impl State {
         // A woken task may have given up; with no open stream nobody else would wake the others.
         let free = match self.open_local {
             0 => usize::MAX,
-            open => self.peer.max_streams.saturating_sub(open + self.waiting.len()),
+            open => self
+                .peer
+                .max_streams
+                .saturating_sub(open + self.waiting.len()),
         };
         let count = free.min(self.ready_wakers.len());
         self.wakes.extend(self.ready_wakers.drain(..count));
@@ -476,7 +499,9 @@ impl State {
 
     /// Resets a stream.
     pub(super) fn reset(&mut self, key: Key, reason: Reason, initiator: Initiator) {
-        let Some(stream) = self.store.get(key) else { return };
+        let Some(stream) = self.store.get(key) else {
+            return;
+        };
         if stream.is_closed() {
             return;
         }
@@ -486,16 +511,23 @@ impl State {
         // A stream whose head was not sent does not exist for the peer (RFC 9113 section 5.1.1).
         if !stream.is_waiting {
             self.put_reset(key.id, reason);
-        } else if let Ok(place) = self.waiting.binary_search_by_key(&key.id, |(key, ..)| key.id) {
+        } else if let Ok(place) = self
+            .waiting
+            .binary_search_by_key(&key.id, |(key, ..)| key.id)
+        {
             self.waiting.remove(place);
         }
         self.settle(key);
     }
 
-    /// Queues RST_STREAM, and ignores late frames of the stream from now on.
+    /// Queues `RST_STREAM`, and ignores late frames of the stream from now on.
     pub(super) fn put_reset(&mut self, id: u32, reason: Reason) {
         // Never ahead of the stream's HEADERS.
-        let out = if self.heads.is_empty() { &mut self.control } else { &mut self.heads };
+        let out = if self.heads.is_empty() {
+            &mut self.control
+        } else {
+            &mut self.heads
+        };
         frame::put_reset(out, id, reason);
         self.unsent.resets += 1;
         self.has_work = true;
@@ -542,7 +574,9 @@ impl State {
 
     /// Does what follows from a change of a stream's state: a closed stream counts no more, and is freed with its last handle.
     pub(super) fn settle(&mut self, key: Key) {
-        let Some(stream) = self.store.get(key) else { return };
+        let Some(stream) = self.store.get(key) else {
+            return;
+        };
         if !stream.is_closed() {
             return;
         }
@@ -572,7 +606,9 @@ impl State {
 
     /// Drops a handle. A stream without handles is reset, unless all of it is sent and received.
     pub(super) fn drop_handle(&mut self, key: Key) {
-        let Some(stream) = self.store.get(key) else { return };
+        let Some(stream) = self.store.get(key) else {
+            return;
+        };
         stream.handles -= 1;
         if stream.handles > 0 {
             return;
@@ -586,7 +622,11 @@ impl State {
             stream.is_unread = true;
             stream.body.clear();
         } else {
-            let reason = if is_complete { Reason::NO_ERROR } else { Reason::CANCEL };
+            let reason = if is_complete {
+                Reason::NO_ERROR
+            } else {
+                Reason::CANCEL
+            };
             self.reset(key, reason, Initiator::User);
         }
     }
@@ -693,7 +733,8 @@ impl State {
             }
         }
         let store = &mut self.store;
-        self.waiting.retain(|(key, ..)| store.get(*key).is_some_and(|stream| stream.error.is_none()));
+        self.waiting
+            .retain(|(key, ..)| store.get(*key).is_some_and(|stream| stream.error.is_none()));
         for key in ended {
             self.settle(key);
         }

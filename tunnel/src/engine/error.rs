@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use std::{fmt, io, sync::Arc};
 
-/// Error code of a RST_STREAM or GOAWAY frame (RFC 9113 section 7).
+/// Error code of a `RST_STREAM` or GOAWAY frame (RFC 9113 section 7).
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Reason(u32);
 
@@ -160,7 +160,7 @@ impl Error {
         matches!(self.kind, Kind::GoAway(..))
     }
 
-    /// Whether a RST_STREAM of either end ended the stream.
+    /// Whether a `RST_STREAM` of either end ended the stream.
     pub fn is_reset(&self) -> bool {
         matches!(self.kind, Kind::Reset(..))
     }

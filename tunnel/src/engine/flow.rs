@@ -24,7 +24,7 @@ impl SendWindow {
         self.0 -= signed(bytes);
     }
 
-    /// Changes the window by a WINDOW_UPDATE or by SETTINGS. Returns `false` if it exceeds the maximum.
+    /// Changes the window by a `WINDOW_UPDATE` or by SETTINGS. Returns `false` if it exceeds the maximum.
     #[must_use]
     pub(super) fn change(&mut self, by: i64) -> bool {
         self.0 += by;
@@ -56,7 +56,7 @@ impl RecvWindow {
         self.size >= 0 || bytes == 0
     }
 
-    /// Releases bytes, which a WINDOW_UPDATE may announce.
+    /// Releases bytes, which a `WINDOW_UPDATE` may announce.
     pub(super) fn release(&mut self, bytes: usize) {
         self.released += signed(bytes);
     }
@@ -66,7 +66,7 @@ impl RecvWindow {
         self.size += by;
     }
 
-    /// Whether a WINDOW_UPDATE is due for a window of `target` bytes: half of it was released, or more than the peer may still
+    /// Whether a `WINDOW_UPDATE` is due for a window of `target` bytes: half of it was released, or more than the peer may still
     /// send. The latter counts from an eighth on, so that a slow reader causes no flood of tiny frames.
     pub(super) fn is_due(self, target: u32) -> bool {
         let target = i64::from(target);

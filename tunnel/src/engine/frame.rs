@@ -89,14 +89,20 @@ pub(super) fn put_frame(out: &mut BytesMut, kind: u8, flags: u8, stream: u32, pa
     out.put_slice(payload);
 }
 
-/// Appends a WINDOW_UPDATE frame (RFC 9113 section 6.9).
+/// Appends a `WINDOW_UPDATE` frame (RFC 9113 section 6.9).
 pub(super) fn put_window_update(out: &mut BytesMut, stream: u32, bytes: u32) {
     put_frame(out, kind::WINDOW_UPDATE, 0, stream, &bytes.to_be_bytes());
 }
 
-/// Appends a RST_STREAM frame (RFC 9113 section 6.4).
+/// Appends a `RST_STREAM` frame (RFC 9113 section 6.4).
 pub(super) fn put_reset(out: &mut BytesMut, stream: u32, reason: Reason) {
-    put_frame(out, kind::RST_STREAM, 0, stream, &u32::from(reason).to_be_bytes());
+    put_frame(
+        out,
+        kind::RST_STREAM,
+        0,
+        stream,
+        &u32::from(reason).to_be_bytes(),
+    );
 }
 
 /// Appends a GOAWAY frame (RFC 9113 section 6.8).
@@ -141,7 +147,11 @@ pub(super) fn put_block(
     let rest = out.split_off(start + HEAD_LEN + max_frame);
     let mut parts = rest.chunks(max_frame).peekable();
     while let Some(part) = parts.next() {
-        let flags = if parts.peek().is_none() { flag::END_HEADERS } else { 0 };
+        let flags = if parts.peek().is_none() {
+            flag::END_HEADERS
+        } else {
+            0
+        };
         put_frame(out, kind::CONTINUATION, flags, stream, part);
     }
 }
@@ -157,7 +167,9 @@ pub(super) fn header_fragment(head: Head, payload: &[u8]) -> Result<&[u8], Reaso
         rest = rest.get(5..).ok_or(Reason::FRAME_SIZE_ERROR)?;
     }
     let length = rest.len().checked_sub(padding);
-    length.and_then(|length| rest.get(..length)).ok_or(Reason::PROTOCOL_ERROR)
+    length
+        .and_then(|length| rest.get(..length))
+        .ok_or(Reason::PROTOCOL_ERROR)
 }
 
 /// Returns the number in a payload of four bytes.
@@ -166,16 +178,22 @@ pub(super) fn parse_u32(payload: &[u8]) -> Result<u32, Reason> {
     Ok(u32::from_be_bytes(bytes))
 }
 
-/// Returns the increment of a WINDOW_UPDATE frame, which may be an invalid 0.
+/// Returns the increment of a `WINDOW_UPDATE` frame, which may be an invalid 0.
 pub(super) fn parse_increment(payload: &[u8]) -> Result<u32, Reason> {
     Ok(parse_u32(payload)? & STREAM_MASK)
 }
 
 /// Returns last stream, code and text of a GOAWAY frame.
 pub(super) fn parse_go_away(payload: &[u8]) -> Result<(u32, Reason, &[u8]), Reason> {
-    let (last, rest) = payload.split_at_checked(4).ok_or(Reason::FRAME_SIZE_ERROR)?;
+    let (last, rest) = payload
+        .split_at_checked(4)
+        .ok_or(Reason::FRAME_SIZE_ERROR)?;
     let (reason, text) = rest.split_at_checked(4).ok_or(Reason::FRAME_SIZE_ERROR)?;
-    Ok((parse_u32(last)? & STREAM_MASK, Reason::from(parse_u32(reason)?), text))
+    Ok((
+        parse_u32(last)? & STREAM_MASK,
+        Reason::from(parse_u32(reason)?),
+        text,
+    ))
 }
 
 /// Values of a SETTINGS frame (RFC 9113 section 6.5.2).
@@ -221,11 +239,17 @@ impl Settings {
         }
         let mut settings = Self::default();
         for entry in payload.chunks_exact(6) {
-            let [i0, i1, v0, v1, v2, v3] = *entry else { continue };
+            let [i0, i1, v0, v1, v2, v3] = *entry else {
+                continue;
+            };
             let id = u16::from_be_bytes([i0, i1]);
             let value = u32::from_be_bytes([v0, v1, v2, v3]);
             check_setting(id, value)?;
-            if let Some((_, slot)) = settings.entries().into_iter().find(|(known, _)| *known == id) {
+            if let Some((_, slot)) = settings
+                .entries()
+                .into_iter()
+                .find(|(known, _)| *known == id)
+            {
                 *slot = Some(value);
             }
         }
@@ -272,7 +296,11 @@ mod tests {
         let mut bytes = head.to_bytes();
         assert_eq!(Head::parse(&bytes), Some(head));
         bytes[5] |= 0x80;
-        assert_eq!(Head::parse(&bytes), Some(head), "the reserved bit is ignored");
+        assert_eq!(
+            Head::parse(&bytes),
+            Some(head),
+            "the reserved bit is ignored"
+        );
         assert_eq!(Head::parse(&bytes[..8]), None);
         let settings = Settings {
             header_table_size: Some(0),
@@ -297,7 +325,11 @@ mod tests {
             assert_eq!(Settings::parse(&entry), Err(reason));
         }
         assert_eq!(Settings::parse(&[0; 5]), Err(Reason::FRAME_SIZE_ERROR));
-        assert_eq!(Settings::parse(&[9; 6]), Ok(Settings::default()), "unknown settings are ignored");
+        assert_eq!(
+            Settings::parse(&[9; 6]),
+            Ok(Settings::default()),
+            "unknown settings are ignored"
+        );
     }
 
     #[test]
@@ -328,10 +360,22 @@ mod tests {
             stream: 1,
         };
         let both = flag::PADDED | flag::PRIORITY;
-        assert_eq!(header_fragment(head(both), &[2, 0, 0, 0, 0, 0, 9, 0, 0]), Ok(&[9][..]));
+        assert_eq!(
+            header_fragment(head(both), &[2, 0, 0, 0, 0, 0, 9, 0, 0]),
+            Ok(&[9][..])
+        );
         assert_eq!(header_fragment(head(flag::PADDED), &[1, 0]), Ok(&[][..]));
-        assert_eq!(header_fragment(head(flag::PADDED), &[2, 0]), Err(Reason::PROTOCOL_ERROR));
-        assert_eq!(header_fragment(head(flag::PADDED), &[]), Err(Reason::FRAME_SIZE_ERROR));
-        assert_eq!(header_fragment(head(flag::PRIORITY), &[0; 4]), Err(Reason::FRAME_SIZE_ERROR));
+        assert_eq!(
+            header_fragment(head(flag::PADDED), &[2, 0]),
+            Err(Reason::PROTOCOL_ERROR)
+        );
+        assert_eq!(
+            header_fragment(head(flag::PADDED), &[]),
+            Err(Reason::FRAME_SIZE_ERROR)
+        );
+        assert_eq!(
+            header_fragment(head(flag::PRIORITY), &[0; 4]),
+            Err(Reason::FRAME_SIZE_ERROR)
+        );
     }
 }

@@ -58,6 +58,13 @@ pub(super) fn gone() -> Error {
     Error::user("the stream is gone")
 }
 
+/// What follows data that is queued.
+enum Next {
+    More,
+    End,
+    Trailers(Box<HeaderMap>),
+}
+
 /// Sending half of a stream.
 #[derive(Debug)]
 pub struct SendStream<B = Bytes> {
@@ -129,11 +136,11 @@ impl<B> SendStream<B> {
         if super::message::has_forbidden_field(&trailers) {
             return Err(Error::user("the trailers are malformed"));
         }
-        self.send(Bytes::new(), Some(Some(Box::new(trailers))))
+        self.send(Bytes::new(), Next::Trailers(Box::new(trailers)))
     }
 
-    /// Queues data, and with `end` the half's trailers or none.
-    fn send(&self, data: Bytes, end: Option<Option<Box<HeaderMap>>>) -> Result<(), Error> {
+    /// Queues data, and what follows.
+    fn send(&self, data: Bytes, next: Next) -> Result<(), Error> {
         let key = self.stream.key;
         self.stream.shared.with(|state| {
             let stream = state.store.get(key).ok_or_else(gone)?;
@@ -148,9 +155,11 @@ impl<B> SendStream<B> {
                 stream.requested = stream.requested.saturating_sub(data.len());
                 stream.queue.push_back(data);
             }
-            if let Some(trailers) = end {
+            if !matches!(next, Next::More) {
                 stream.send = Half::Ended;
-                stream.last_block = trailers;
+            }
+            if let Next::Trailers(trailers) = next {
+                stream.last_block = Some(trailers);
             }
             if stream.has_frame() {
                 state.schedule.add(key, stream);
@@ -167,7 +176,7 @@ impl SendStream<Bytes> {
     /// # Errors
     /// If the stream was reset, or this half has ended.
     pub fn send_data(&mut self, data: Bytes, end_stream: bool) -> Result<(), Error> {
-        self.send(data, end_stream.then_some(None))
+        self.send(data, if end_stream { Next::End } else { Next::More })
     }
 }
 
@@ -264,7 +273,10 @@ impl RecvStream {
     }
 
     /// Returns the trailers, after the last chunk.
-    pub fn poll_trailers(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<HeaderMap>, Error>> {
+    pub fn poll_trailers(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<Option<HeaderMap>, Error>> {
         let mut state = self.stream.shared.lock();
         let Some(stream) = state.store.get(self.stream.key) else {
             return Poll::Ready(Err(gone()));
@@ -304,7 +316,9 @@ impl Drop for RecvStream {
     fn drop(&mut self) {
         let key = self.stream.key;
         self.stream.shared.with(|state| {
-            let Some(stream) = state.store.get(key) else { return };
+            let Some(stream) = state.store.get(key) else {
+                return;
+            };
             stream.is_unread = true;
             stream.body.clear();
             stream.trailers = None;
@@ -350,6 +364,8 @@ impl PingPong {
     /// Waits for the answer.
     pub fn poll_pong(&mut self, cx: &mut Context<'_>) -> Poll<Result<Pong, Error>> {
         let answered = self.0.lock().take_pong(cx);
-        answered.map_or(Poll::Pending, |result| Poll::Ready(result.map(|()| Pong(()))))
+        answered.map_or(Poll::Pending, |result| {
+            Poll::Ready(result.map(|()| Pong(())))
+        })
     }
 }

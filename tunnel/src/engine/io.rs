@@ -58,6 +58,21 @@ impl Outgoing {
         }
     }
 
+    /// Returns all bytes, in order.
+    #[cfg(test)]
+    pub(super) fn into_bytes(mut self) -> BytesMut {
+        let mut all = BytesMut::new();
+        while !self.is_empty() {
+            let (slices, count) = self.slices();
+            let length: usize = slices[..count].iter().map(|slice| slice.len()).sum();
+            slices[..count]
+                .iter()
+                .for_each(|slice| all.extend_from_slice(slice));
+            self.advance(length);
+        }
+        all
+    }
+
     /// Appends a payload without a copy.
     pub(super) fn put_large(&mut self, payload: Bytes) {
         self.large_len += payload.len();
@@ -66,14 +81,20 @@ impl Outgoing {
 
     /// Returns the bytes before the next large payload.
     fn small(&self) -> &[u8] {
-        let end = self.large.front().map_or(self.bytes.len(), |(place, _)| *place);
+        let end = self
+            .large
+            .front()
+            .map_or(self.bytes.len(), |(place, _)| *place);
         self.bytes.get(self.written..end).unwrap_or_default()
     }
 
     fn slices(&self) -> ([IoSlice<'_>; MAX_SLICES], usize) {
         let mut slices = [IoSlice::new(&[]); MAX_SLICES];
         let (mut count, mut start) = (0, self.written);
-        let large = self.large.iter().map(|(place, payload)| (*place, &payload[..]));
+        let large = self
+            .large
+            .iter()
+            .map(|(place, payload)| (*place, &payload[..]));
         for (place, payload) in large.chain([(self.bytes.len(), &[][..])]) {
             for part in [self.bytes.get(start..place).unwrap_or_default(), payload] {
                 if count < MAX_SLICES && !part.is_empty() {
@@ -206,7 +227,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
                 }
             }
             if let Some(end) = turn.end.filter(|_| !is_blocked) {
-                return self.poll_shutdown(cx, turn.has_failed_transport).map(|()| end);
+                return self
+                    .poll_shutdown(cx, turn.has_failed_transport)
+                    .map(|()| end);
             }
             if is_blocked && is_pending {
                 return Poll::Pending;
@@ -240,7 +263,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
     fn poll_shutdown(&mut self, cx: &mut Context<'_>, has_failed: bool) -> Poll<()> {
         // The connection has its result; its transport may fail to close.
         let polled = Pin::new(&mut self.io).poll_shutdown(cx);
-        if polled.is_pending() && !has_failed { Poll::Pending } else { Poll::Ready(()) }
+        if polled.is_pending() && !has_failed {
+            Poll::Pending
+        } else {
+            Poll::Ready(())
+        }
     }
 
     /// Reads until the buffer has enough for a turn, or nothing more is there.
@@ -249,7 +276,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         while self.read.len() < wanted {
             let (length, capacity) = (self.read.len(), self.read.capacity());
             if capacity - length < MIN_FREE || capacity < self.needed {
-                self.read.reserve(READ_BUFFER.max(self.needed) - length.min(READ_BYTES));
+                self.read
+                    .reserve(READ_BUFFER.max(self.needed) - length.min(READ_BYTES));
                 self.buffer = (self.buffer.0 + 1, self.read.capacity());
             }
             match pin!(self.io.read_buf(&mut self.read)).poll(cx) {
@@ -267,7 +295,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         let mut state = self.shared.lock();
         std::mem::swap(&mut state.wakes, &mut self.wakes);
         state.has_work = false;
-        if !state.task.as_ref().is_some_and(|task| task.will_wake(cx.waker())) {
+        if !state
+            .task
+            .as_ref()
+            .is_some_and(|task| task.will_wake(cx.waker()))
+        {
             state.task = Some(cx.waker().clone());
         }
         if !self.read.is_empty() {
@@ -294,13 +326,25 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             turn.has_more = true;
         }
         self.has_requests = !state.accept.is_empty();
-        self.quiet_turns = if state.is_quiet() { self.quiet_turns + 1 } else { 0 };
+        self.quiet_turns = if state.is_quiet() {
+            self.quiet_turns + 1
+        } else {
+            0
+        };
         std::mem::swap(&mut state.wakes, &mut self.wakes);
         drop(state);
         for waker in self.wakes.drain(..) {
             waker.wake();
         }
         turn
+    }
+
+    /// Returns the size of all buffers.
+    #[cfg(test)]
+    pub(super) fn buffered_memory(&self) -> usize {
+        let state = self.shared.lock();
+        let frames = state.control.capacity() + state.heads.capacity();
+        self.read.capacity() + self.out.bytes.capacity() + frames
     }
 
     /// Frees the buffers of an idle connection.
@@ -349,7 +393,10 @@ mod tests {
             let mut written = Vec::new();
             while !out.is_empty() {
                 let (slices, count) = out.slices();
-                let all: Vec<u8> = slices[..count].iter().flat_map(|slice| slice.to_vec()).collect();
+                let all: Vec<u8> = slices[..count]
+                    .iter()
+                    .flat_map(|slice| slice.to_vec())
+                    .collect();
                 assert_eq!(all.len(), out.len());
                 let part = step.min(all.len());
                 written.extend_from_slice(&all[..part]);

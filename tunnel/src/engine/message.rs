@@ -14,7 +14,7 @@ use http::{
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 
-/// A header block that does not make a valid message: a stream error of type PROTOCOL_ERROR (RFC 9113 section 8.1.1).
+/// A header block that does not make a valid message: a stream error of type `PROTOCOL_ERROR` (RFC 9113 section 8.1.1).
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Malformed;
 
@@ -69,16 +69,11 @@ impl Collected {
 
     /// Adds a field, unless the list is larger than allowed or malformed already.
     pub(super) fn add(&mut self, field: Field, size: usize) {
-        match self.size_left.checked_sub(size) {
-            Some(left) => self.size_left = left,
-            None => {
-                self.is_over_size = true;
-                self.size_left = 0;
-            }
-        }
+        self.is_over_size |= size > self.size_left;
         if self.is_over_size || self.is_malformed {
             return;
         }
+        self.size_left -= size;
         let is_valid = match field {
             Field::Header(name, value) => {
                 self.has_fields = true;
@@ -185,7 +180,8 @@ impl Collected {
 /// `:authority` is that of a forwarded HTTP/1 request.
 pub(super) fn is_sendable(request: &Request<()>) -> bool {
     let is_relative = request.uri().scheme().is_none() && request.uri().authority().is_none();
-    !(is_relative && request.version() == Version::HTTP_2) && !has_forbidden_field(request.headers())
+    let is_complete = !is_relative || request.version() != Version::HTTP_2;
+    is_complete && !has_forbidden_field(request.headers())
 }
 
 /// Appends the header block of a request.
@@ -193,7 +189,12 @@ pub(super) fn put_request(encoder: &mut Encoder, request: &Request<()>, block: &
     let (uri, protocol) = (request.uri(), request.extensions().get::<Protocol>());
     let is_plain_connect = request.method() == Method::CONNECT && protocol.is_none();
     encoder.begin(block);
-    encoder.encode(Name::Method, request.method().as_str().as_bytes(), false, block);
+    encoder.encode(
+        Name::Method,
+        request.method().as_str().as_bytes(),
+        false,
+        block,
+    );
     if !is_plain_connect {
         let scheme = uri.scheme_str().unwrap_or("http");
         encoder.encode(Name::Scheme, scheme.as_bytes(), false, block);
@@ -203,7 +204,11 @@ pub(super) fn put_request(encoder: &mut Encoder, request: &Request<()>, block: &
     }
     if !is_plain_connect {
         let path = uri.path_and_query().map_or("", PathAndQuery::as_str);
-        let default = if request.method() == Method::OPTIONS { "*" } else { "/" };
+        let default = if request.method() == Method::OPTIONS {
+            "*"
+        } else {
+            "/"
+        };
         let path = if path.is_empty() { default } else { path };
         encoder.encode(Name::Path, path.as_bytes(), false, block);
     }
@@ -216,7 +221,12 @@ pub(super) fn put_request(encoder: &mut Encoder, request: &Request<()>, block: &
 /// Appends the header block of a response.
 pub(super) fn put_response(encoder: &mut Encoder, response: &Response<()>, block: &mut BytesMut) {
     encoder.begin(block);
-    encoder.encode(Name::Status, response.status().as_str().as_bytes(), false, block);
+    encoder.encode(
+        Name::Status,
+        response.status().as_str().as_bytes(),
+        false,
+        block,
+    );
     put_fields(encoder, response.headers(), block);
 }
 
@@ -228,6 +238,11 @@ pub(super) fn put_trailers(encoder: &mut Encoder, trailers: &HeaderMap, block: &
 
 fn put_fields(encoder: &mut Encoder, fields: &HeaderMap, block: &mut BytesMut) {
     for (name, value) in fields {
-        encoder.encode(Name::Field(name), value.as_bytes(), value.is_sensitive(), block);
+        encoder.encode(
+            Name::Field(name),
+            value.as_bytes(),
+            value.is_sensitive(),
+            block,
+        );
     }
 }

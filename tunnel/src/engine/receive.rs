@@ -93,13 +93,17 @@ impl State {
         }
     }
 
-    fn receive_frames(&mut self, read: &mut BytesMut, buffer: (u64, usize)) -> Result<usize, Reason> {
+    fn receive_frames(
+        &mut self,
+        read: &mut BytesMut,
+        buffer: (u64, usize),
+    ) -> Result<usize, Reason> {
         if !self.receive_preface(read)? {
             return Ok(1);
         }
         loop {
             if self.receiving.data.is_some() {
-                if !self.receive_payload(read, buffer)? {
+                if !self.receive_payload(read, buffer) {
                     return Ok(1);
                 }
                 continue;
@@ -185,8 +189,12 @@ impl State {
 
     /// Whether neither end has opened the stream (RFC 9113 section 5.1.1).
     fn is_idle(&self, id: u32) -> bool {
-        let is_local = (id % 2 == 0) == self.config.is_server;
-        if is_local { id >= self.first_idle() } else { id > self.last_remote }
+        let is_local = id.is_multiple_of(2) == self.config.is_server;
+        if is_local {
+            id >= self.first_idle()
+        } else {
+            id > self.last_remote
+        }
     }
 
     /// Resets a stream because of the peer's violation (RFC 9113 section 5.4.2).
@@ -214,7 +222,10 @@ impl State {
         }
         let overhead = padding.map_or(0, |padding| padding + 1);
         // Padding as long as the payload is an error.
-        let payload = head.length.checked_sub(overhead).ok_or(Reason::PROTOCOL_ERROR)?;
+        let payload = head
+            .length
+            .checked_sub(overhead)
+            .ok_or(Reason::PROTOCOL_ERROR)?;
         if !self.recv_window.take(head.length) {
             return Err(Reason::FLOW_CONTROL_ERROR);
         }
@@ -264,47 +275,44 @@ impl State {
     }
 
     /// Receives the part of a DATA frame that is there. Returns whether the frame is complete.
-    fn receive_payload(&mut self, read: &mut BytesMut, buffer: (u64, usize)) -> Result<bool, Reason> {
+    fn receive_payload(&mut self, read: &mut BytesMut, buffer: (u64, usize)) -> bool {
         let Some(data) = &mut self.receiving.data else {
-            return Ok(true);
+            return true;
         };
         let count = data.payload.min(read.len());
         data.payload -= count;
         if count > 0 {
             let stream = data.stream.and_then(|key| self.store.get(key));
-            match stream.filter(|stream| stream.error.is_none() && !stream.is_unread) {
-                Some(stream) => {
-                    stream.in_flight += count;
-                    stream.body.push(read, count, buffer);
-                    self.wakes.extend(stream.recv_waker.take());
-                }
-                None => {
-                    read.advance(count);
-                    self.release_connection(count);
-                }
+            let reader = stream.filter(|stream| stream.error.is_none() && !stream.is_unread);
+            if let Some(stream) = reader {
+                stream.in_flight += count;
+                stream.body.push(read, count, buffer);
+                self.wakes.extend(stream.recv_waker.take());
+            } else {
+                read.advance(count);
+                self.recv_window.release(count);
             }
         }
-        let Some(data) = &mut self.receiving.data else {
-            return Ok(true);
-        };
         if data.payload > 0 {
-            return Ok(false);
+            return false;
         }
         let count = data.padding.min(read.len());
         data.padding -= count;
         read.advance(count);
         if data.padding > 0 {
-            return Ok(false);
+            return false;
         }
         let data = *data;
         self.receiving.data = None;
         self.end_data(data);
-        Ok(true)
+        true
     }
 
     fn end_data(&mut self, data: Data) {
         let Some(key) = data.stream else { return };
-        let Some(stream) = self.store.get(key) else { return };
+        let Some(stream) = self.store.get(key) else {
+            return;
+        };
         if data.end_stream {
             stream.recv = Half::Ended;
             self.wakes.extend(stream.recv_waker.take());
@@ -315,10 +323,12 @@ impl State {
         }
     }
 
-    /// Lists the stream's WINDOW_UPDATE if it is due.
+    /// Lists the stream's `WINDOW_UPDATE` if it is due.
     pub(super) fn mark_update(&mut self, key: Key) {
         let window = self.local_window;
-        let Some(stream) = self.store.get(key) else { return };
+        let Some(stream) = self.store.get(key) else {
+            return;
+        };
         let is_due = stream.recv == Half::Open
             && stream.error.is_none()
             && !stream.is_unread
@@ -356,7 +366,11 @@ impl State {
 
     fn receive_continuation(&mut self, head: Head, payload: &[u8]) -> Result<(), Reason> {
         let max_list = self.max_header_list();
-        let block = self.receiving.block.as_mut().ok_or(Reason::PROTOCOL_ERROR)?;
+        let block = self
+            .receiving
+            .block
+            .as_mut()
+            .ok_or(Reason::PROTOCOL_ERROR)?;
         block.frames += 1;
         // A peer may encode fields in more bytes than they have, but no sensible one does.
         if block.bytes.len() + payload.len() > max_list.saturating_mul(2)
@@ -379,7 +393,9 @@ impl State {
 
     fn receive_block(&mut self, (id, end_stream): (u32, bool), block: &[u8]) -> Result<(), Reason> {
         let mut fields = Collected::new(self.max_header_list());
-        let decoded = self.decoder.decode(block, |field, size| fields.add(field, size));
+        let decoded = self
+            .decoder
+            .decode(block, |field, size| fields.add(field, size));
         let is_valid = match decoded {
             Ok(()) => true,
             Err(DecodeError::Malformed) => false,
@@ -416,11 +432,18 @@ impl State {
     fn receive_request(&mut self, id: u32, end: bool, fields: Collected) -> Result<(), Reason> {
         let is_over_size = fields.is_over_size();
         let allows_protocol = self.config.settings.enable_connect_protocol == Some(1);
-        let request = if is_over_size { None } else { Some(fields.into_request(allows_protocol)) };
+        let request = if is_over_size {
+            None
+        } else {
+            Some(fields.into_request(allows_protocol))
+        };
         if let Some(Err(_)) = request {
             return self.stream_error(id, Reason::PROTOCOL_ERROR);
         }
-        let (send, recv) = (SendWindow::new(self.peer.window), RecvWindow::new(self.local_window));
+        let (send, recv) = (
+            SendWindow::new(self.peer.window),
+            RecvWindow::new(self.local_window),
+        );
         let mut stream = Stream::new(id, false, send, recv);
         stream.recv = if end { Half::Ended } else { Half::Open };
         stream.is_counted = true;

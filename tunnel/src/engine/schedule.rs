@@ -52,6 +52,12 @@ impl Schedule {
         !self.fresh.is_empty() || !self.bulk.is_empty()
     }
 
+    /// Returns the number of entries.
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.fresh.len() + self.bulk.len() + self.blocked.len()
+    }
+
     fn front(&self) -> Option<Key> {
         self.fresh.front().or_else(|| self.bulk.front()).copied()
     }
@@ -147,7 +153,9 @@ impl State {
             frame::put_window_update(&mut self.control, 0, bytes);
         }
         for key in self.updates.drain(..) {
-            let Some(stream) = self.store.get(key) else { continue };
+            let Some(stream) = self.store.get(key) else {
+                continue;
+            };
             stream.has_update = false;
             if stream.error.is_none() && stream.recv == Half::Open {
                 let bytes = stream.recv_window.announce();
@@ -172,7 +180,11 @@ impl State {
             self.schedule.blocked.push_back(key);
             return true;
         }
-        let shared = if self.schedule.is_shared() { SHARED_FRAME } else { usize::MAX };
+        let shared = if self.schedule.is_shared() {
+            SHARED_FRAME
+        } else {
+            usize::MAX
+        };
         let room = BATCH_BYTES.saturating_sub(out.len()).max(SHARED_FRAME);
         let window = stream.send_window.size().min(connection_window);
         let length = window.min(shared).min(room).min(self.peer.max_frame);
@@ -186,7 +198,9 @@ impl State {
 
     /// Ends a stream by trailers or an empty DATA frame.
     fn send_end(&mut self, key: Key, out: &mut Outgoing) {
-        let Some(stream) = self.store.get(key) else { return };
+        let Some(stream) = self.store.get(key) else {
+            return;
+        };
         stream.end_sent = true;
         if let Some(trailers) = stream.last_block.take() {
             // Blocks leave in the order of their compression.
@@ -204,7 +218,9 @@ impl State {
 
     /// Does what follows from the end of a stream's sending half.
     fn after_frame(&mut self, key: Key) {
-        let Some(stream) = self.store.get(key) else { return };
+        let Some(stream) = self.store.get(key) else {
+            return;
+        };
         if !stream.end_sent {
             return;
         }
@@ -218,10 +234,7 @@ impl State {
 }
 
 /// Returns the stream that sends next. Streams that cannot are removed.
-fn next_stream<'a>(
-    schedule: &mut Schedule,
-    store: &'a mut Store,
-) -> Option<(Key, &'a mut Stream)> {
+fn next_stream<'a>(schedule: &mut Schedule, store: &'a mut Store) -> Option<(Key, &'a mut Stream)> {
     loop {
         let key = schedule.front()?;
         match store.get(key) {
@@ -249,7 +262,12 @@ fn put_data(stream: &mut Stream, length: usize, out: &mut Outgoing) -> usize {
     } else {
         // Small chunks share a frame, up to the next large one.
         let mut joined = first_len;
-        for chunk in stream.queue.iter().skip(1).take_while(|chunk| !is_large(chunk)) {
+        for chunk in stream
+            .queue
+            .iter()
+            .skip(1)
+            .take_while(|chunk| !is_large(chunk))
+        {
             if joined >= length {
                 break;
             }
@@ -268,14 +286,21 @@ fn put_data(stream: &mut Stream, length: usize, out: &mut Outgoing) -> usize {
         flags: if is_last { flag::END_STREAM } else { 0 },
         stream: stream.id,
     };
-    out.bytes.reserve(HEAD_LEN + if is_uncopied { 0 } else { payload });
+    out.bytes
+        .reserve(HEAD_LEN + if is_uncopied { 0 } else { payload });
     out.bytes.put_slice(&head.to_bytes());
     let mut left = payload;
     while left > 0 {
-        let Some(chunk) = stream.queue.front_mut() else { break };
+        let Some(chunk) = stream.queue.front_mut() else {
+            break;
+        };
         let count = chunk.len().min(left);
         left -= count;
-        let part = if count == chunk.len() { stream.queue.pop_front() } else { Some(chunk.split_to(count)) };
+        let part = if count == chunk.len() {
+            stream.queue.pop_front()
+        } else {
+            Some(chunk.split_to(count))
+        };
         let Some(part) = part else { break };
         if is_uncopied {
             out.put_large(part);

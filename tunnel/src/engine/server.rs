@@ -175,7 +175,10 @@ impl<S, B> Connection<S, B> {
 
 impl<S: AsyncRead + AsyncWrite + Unpin, B> Connection<S, B> {
     /// Moves the connection, and returns the next request. `None` when the connection has ended.
-    pub fn poll_accept(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Accepted<B>, Error>>> {
+    pub fn poll_accept(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Accepted<B>, Error>>> {
         if let Poll::Ready(result) = self.driver.poll(cx) {
             return Poll::Ready(result.err().map(Err));
         }
@@ -215,6 +218,7 @@ impl<B> SendResponse<B> {
     ///
     /// # Errors
     /// If the stream was reset, a response was sent already, or the head is malformed.
+    #[expect(clippy::needless_pass_by_value, reason = "the interface of h2")]
     pub fn send_response(
         &mut self,
         response: Response<()>,
@@ -231,6 +235,7 @@ impl<B> SendResponse<B> {
     ///
     /// # Errors
     /// As [`SendResponse::send_response`].
+    #[expect(clippy::needless_pass_by_value, reason = "the interface of h2")]
     pub fn send_informational(&mut self, response: Response<()>) -> Result<(), Error> {
         if !response.status().is_informational() {
             return Err(Error::user("the response is not an interim one"));

@@ -59,7 +59,9 @@ impl RecvQueue {
             Some(Chunk::Joined(last)) if last.len() + length <= MAX_JOINED => {
                 last.extend_from_slice(payload);
             }
-            _ => self.chunks.push_back(Chunk::Joined(BytesMut::from(payload))),
+            _ => self
+                .chunks
+                .push_back(Chunk::Joined(BytesMut::from(payload))),
         }
         bytes::Buf::advance(read, length);
     }
@@ -96,7 +98,7 @@ pub(super) enum Half {
     AwaitingHead,
     /// The head is past; data and trailers may follow.
     Open,
-    /// END_STREAM was received, or queued for sending.
+    /// `END_STREAM` was received, or queued for sending.
     Ended,
 }
 
@@ -115,6 +117,7 @@ pub(super) enum Lane {
 
 /// One stream.
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts")]
 pub(super) struct Stream {
     pub(super) id: u32,
     /// Number of handles that keep the stream, those for flow control not counted.
@@ -129,7 +132,7 @@ pub(super) struct Stream {
     pub(super) is_waiting: bool,
     pub(super) recv: Half,
     pub(super) send: Half,
-    /// Whether END_STREAM is written.
+    /// Whether `END_STREAM` is written.
     pub(super) end_sent: bool,
     /// Reset or end of the connection.
     pub(super) error: Option<Error>,
@@ -143,7 +146,7 @@ pub(super) struct Stream {
     pub(super) recv_window: RecvWindow,
     /// Bytes that have arrived and were not released.
     pub(super) in_flight: usize,
-    /// Whether the stream is in the list of due WINDOW_UPDATE frames.
+    /// Whether the stream is in the list of due `WINDOW_UPDATE` frames.
     pub(super) has_update: bool,
     pub(super) recv_waker: Option<Waker>,
 
@@ -262,7 +265,9 @@ impl Store {
     }
 
     pub(super) fn get(&mut self, key: Key) -> Option<&mut Stream> {
-        self.slab.get_mut(key.index).filter(|stream| stream.id == key.id)
+        self.slab
+            .get_mut(key.index)
+            .filter(|stream| stream.id == key.id)
     }
 
     pub(super) fn find(&self, id: u32) -> Option<Key> {

@@ -40,7 +40,9 @@ impl Body {
         Self {
             chunks: chunks.collect(),
             has_trailers: rng.random_ratio(1, 4),
-            reset: rng.random_ratio(reset_chance, 20).then(|| rng.random_range(1..12)),
+            reset: rng
+                .random_ratio(reset_chance, 20)
+                .then(|| rng.random_range(1..12)),
             pauses: rng.random_range(0..3),
             held: rng.random_range(0..300),
         }
@@ -367,34 +369,41 @@ fn check(received: &Received, sent: &Body, own: &Body, context: &str) {
     }
     match sent.reset {
         // The last bytes before a reset may be lost.
-        Some(_) => assert!(received.length <= length && received.end == end, "{context}"),
-        None => assert_eq!((received.length, &received.end), (length, &end), "{context}"),
+        Some(_) => assert!(
+            received.length <= length && received.end == end,
+            "{context}"
+        ),
+        None => assert_eq!(
+            (received.length, &received.end),
+            (length, &end),
+            "{context}"
+        ),
     }
 }
 
 async fn converse(
-    seed: u64,
+    number: u64,
     plan: &Plan,
     client: impl Future<Output = Vec<(usize, Received)>>,
     server: impl Future<Output = Vec<(usize, Received)>>,
     pairing: &str,
 ) {
-    let both = tokio::time::timeout(Duration::from_secs(60), join(client, server)).await;
-    let context = format!("{pairing}, seed {seed}");
+    let both = tokio::time::timeout(Duration::from_mins(1), join(client, server)).await;
+    let context = format!("{pairing}, seed {number}");
     let (at_client, at_server) = both.unwrap_or_else(|_| panic!("{context} hangs: {plan:?}"));
     assert_eq!(at_client.len(), plan.streams.len(), "{context}");
     for (index, received) in &at_client {
         let stream = &plan.streams[*index];
-        let served = at_server.iter().find(|(served, _)| served == index);
-        let context = format!("{context}, stream {index}: {received:?}, {served:?}, {stream:?}");
-        let Some((_, served)) = served else {
+        let seen = at_server.iter().find(|(other, _)| other == index);
+        let context = format!("{context}, stream {index}: {received:?}, {seen:?}, {stream:?}");
+        let Some((_, seen)) = seen else {
             let is_resetting = stream.request.reset.is_some();
             assert!(plan.leaves_after.is_some() || is_resetting, "{context}");
             assert_eq!(received.length, 0, "{context}");
             continue;
         };
         check(received, &stream.response, &stream.request, &context);
-        check(served, &stream.request, &stream.response, &context);
+        check(seen, &stream.request, &stream.response, &context);
         let is_reset = stream.request.reset.is_some() || stream.response.reset.is_some();
         assert!(is_reset || received.interim == stream.interim, "{context}");
     }
