@@ -99,10 +99,7 @@ impl Builder {
         S: AsyncRead + AsyncWrite + Unpin,
     {
         let driver = Driver::new(io, self.0.clone());
-        let sender = SendRequest {
-            sender: Arc::new(Sender(driver.shared().clone())),
-            _data: PhantomData,
-        };
+        let sender = SendRequest::new(driver.shared().clone());
         let connection = Connection {
             driver,
             has_ping_pong: true,
@@ -163,9 +160,19 @@ impl<B> fmt::Debug for SendRequest<B> {
 }
 
 impl<B> SendRequest<B> {
+    pub(super) fn new(shared: Arc<Shared>) -> Self {
+        Self {
+            sender: Arc::new(Sender(shared)),
+            _data: PhantomData,
+        }
+    }
+
     /// Returns a future that gives the handle back once a stream may be opened.
     pub fn ready(self) -> ReadySendRequest<B> {
-        ReadySendRequest(Some(self))
+        ReadySendRequest {
+            sender: Some(self),
+            ticket: None,
+        }
     }
 
     /// Whether the peer accepts extended CONNECT (RFC 8441 section 3).
@@ -198,24 +205,36 @@ impl<B> SendRequest<B> {
 
 /// Future that returns a [`SendRequest`] once a stream may be opened.
 #[derive(Debug)]
-pub struct ReadySendRequest<B = Bytes>(Option<SendRequest<B>>);
+pub struct ReadySendRequest<B = Bytes> {
+    sender: Option<SendRequest<B>>,
+    /// Place in the queue of those that wait.
+    ticket: Option<u64>,
+}
+
+impl<B> Drop for ReadySendRequest<B> {
+    fn drop(&mut self) {
+        // A sender that was handed out takes the place.
+        if let (Some(sender), Some(ticket)) = (&self.sender, self.ticket) {
+            let shared = &sender.sender.0;
+            shared.with(|state| state.leave_queue(ticket));
+        }
+    }
+}
 
 impl<B> Future for ReadySendRequest<B> {
     type Output = Result<SendRequest<B>, Error>;
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let Some(sender) = self.0.as_ref() else {
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.get_mut();
+        let Some(sender) = &this.sender else {
             return Poll::Ready(Err(Error::user("the future is complete")));
         };
-        let ready = sender.sender.0.lock().poll_ready(cx);
-        match (ready, self.0.take()) {
-            (Some(Ok(())), Some(sender)) => Poll::Ready(Ok(sender)),
-            (Some(Err(error)), _) => Poll::Ready(Err(error)),
-            (_, sender) => {
-                self.0 = sender;
-                Poll::Pending
-            }
-        }
+        let ready = sender.sender.0.lock().poll_ready(&mut this.ticket, cx);
+        let Some(ready) = ready else {
+            return Poll::Pending;
+        };
+        let sender = this.sender.take().ok_or_else(gone);
+        Poll::Ready(ready.and(sender))
     }
 }
 

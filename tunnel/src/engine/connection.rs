@@ -152,7 +152,9 @@ pub(super) struct State {
     pub(super) open_local: usize,
     pub(super) open_remote: usize,
     waiting: VecDeque<(Key, Box<Request<()>>, bool)>,
-    ready_wakers: VecDeque<Waker>,
+    /// Tasks that wait to open a stream, by their tickets.
+    ready_wakers: VecDeque<(u64, Waker)>,
+    next_ticket: u64,
     pub(super) accept: VecDeque<(Key, Request<()>)>,
     pub(super) unaccepted_resets: usize,
     error_resets: usize,
@@ -219,6 +221,7 @@ impl State {
             open_remote: 0,
             waiting: VecDeque::new(),
             ready_wakers: VecDeque::new(),
+            next_ticket: 0,
             accept: VecDeque::new(),
             unaccepted_resets: 0,
             error_resets: 0,
@@ -379,8 +382,12 @@ impl State {
 
     // Streams of this end.
 
-    /// Whether a new stream may be opened: `None` if the caller has to wait.
-    pub(super) fn poll_ready(&mut self, cx: &Context<'_>) -> Option<Result<(), Error>> {
+    /// Whether a new stream may be opened: `None` if the caller has to wait. `ticket` is the caller's place in the queue.
+    pub(super) fn poll_ready(
+        &mut self,
+        ticket: &mut Option<u64>,
+        cx: &Context<'_>,
+    ) -> Option<Result<(), Error>> {
         if let Some(error) = &self.error {
             return Some(Err(error.clone()));
         }
@@ -389,8 +396,31 @@ impl State {
         {
             return Some(Ok(()));
         }
-        self.ready_wakers.push_back(cx.waker().clone());
+        if let Some(place) = self.place_of(*ticket) {
+            self.ready_wakers[place].1.clone_from(cx.waker());
+            return None;
+        }
+        *ticket = Some(self.next_ticket);
+        self.ready_wakers
+            .push_back((self.next_ticket, cx.waker().clone()));
+        self.next_ticket += 1;
         None
+    }
+
+    fn place_of(&self, ticket: Option<u64>) -> Option<usize> {
+        let ticket = ticket?;
+        let place = self
+            .ready_wakers
+            .binary_search_by_key(&ticket, |(ticket, _)| *ticket);
+        place.ok()
+    }
+
+    /// Leaves the queue for new streams. The next task is woken instead of one that leaves after it was woken.
+    pub(super) fn leave_queue(&mut self, ticket: u64) {
+        match self.place_of(Some(ticket)) {
+            Some(place) => drop(self.ready_wakers.remove(place)),
+            None => self.open_waiting(),
+        }
     }
 
     /// Returns the next request of the peer. Requests that were reset meanwhile are left out.
@@ -483,16 +513,15 @@ impl State {
         if self.ready_wakers.is_empty() || self.heads.len() >= MAX_UNSENT_HEADS {
             return;
         }
-        // A woken task may have given up; with no open stream nobody else would wake the others.
-        let free = match self.open_local {
-            0 => usize::MAX,
-            open => self
-                .peer
-                .max_streams
-                .saturating_sub(open + self.waiting.len()),
-        };
+        let used = self.open_local + self.waiting.len();
+        let free = self.peer.max_streams.saturating_sub(used);
         let count = free.min(self.ready_wakers.len());
-        self.wakes.extend(self.ready_wakers.drain(..count));
+        self.wake_ready(count);
+    }
+
+    fn wake_ready(&mut self, count: usize) {
+        let woken = self.ready_wakers.drain(..count);
+        self.wakes.extend(woken.map(|(_, waker)| waker));
     }
 
     // Ends of streams.
@@ -702,7 +731,7 @@ impl State {
         self.end_streams(error, |_| true);
         self.waiting.clear();
         self.accept.clear();
-        self.wakes.extend(self.ready_wakers.drain(..));
+        self.wake_ready(self.ready_wakers.len());
         self.wakes.extend(self.pong_waker.take());
         self.has_work = true;
     }
@@ -714,7 +743,7 @@ impl State {
         if !is_server {
             self.error.get_or_insert_with(|| error.clone());
         }
-        self.wakes.extend(self.ready_wakers.drain(..));
+        self.wake_ready(self.ready_wakers.len());
         self.peer_left = Some(error);
         self.has_work = true;
     }

@@ -66,6 +66,12 @@ impl RecvWindow {
         self.size += by;
     }
 
+    /// Returns the bytes that the peer may send once all released ones are announced.
+    #[cfg(test)]
+    pub(super) fn total(self) -> i64 {
+        self.size + self.released
+    }
+
     /// Whether a `WINDOW_UPDATE` is due for a window of `target` bytes: half of it was released, or more than the peer may still
     /// send. The latter counts from an eighth on, so that a slow reader causes no flood of tiny frames.
     pub(super) fn is_due(self, target: u32) -> bool {

@@ -14,6 +14,9 @@ use http::{
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 
+/// Number of fields for which a list has space at first.
+const FIELDS: usize = 8;
+
 /// A header block that does not make a valid message: a stream error of type `PROTOCOL_ERROR` (RFC 9113 section 8.1.1).
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Malformed;
@@ -76,7 +79,11 @@ impl Collected {
         self.size_left -= size;
         let is_valid = match field {
             Field::Header(name, value) => {
-                self.has_fields = true;
+                if !self.has_fields {
+                    self.has_fields = true;
+                    // Most heads have about so many fields.
+                    self.fields.reserve(FIELDS);
+                }
                 !is_forbidden(&name, &value) && self.fields.try_append(name, value).is_ok()
             }
             // Pseudo-header fields come first (RFC 9113 section 8.3).

@@ -35,16 +35,26 @@ pub(super) struct Schedule {
 impl Schedule {
     /// Adds a stream that has got something to send.
     pub(super) fn add(&mut self, key: Key, stream: &mut Stream) {
-        if stream.lane == Lane::None && stream.has_frame() {
+        if stream.lane != Lane::None || !stream.has_frame() {
+            return;
+        }
+        if stream.recently_sent < FRESH_BYTES {
             stream.lane = Lane::Fresh;
             self.fresh.push_back(key);
+        } else {
+            stream.lane = Lane::Bulk;
+            self.bulk.push_back(key);
         }
     }
 
     /// Resumes the streams that waited for the connection's window.
-    pub(super) fn unblock(&mut self) {
-        // They are bulk, or become fresh again when they next have nothing to send.
-        self.bulk.append(&mut self.blocked);
+    pub(super) fn unblock(&mut self, store: &mut Store) {
+        while let Some(key) = self.blocked.pop_front() {
+            if let Some(stream) = store.get(key) {
+                stream.lane = Lane::None;
+                self.add(key, stream);
+            }
+        }
     }
 
     /// Whether a stream may have a frame to send now.

@@ -2,6 +2,7 @@
 
 mod conversations;
 mod limits;
+mod noise;
 mod order;
 mod raw;
 mod rules;

@@ -3,6 +3,7 @@
 use super::{
     super::{
         client,
+        connection::{Config, Shared},
         frame::kind,
         server,
         streams::{Half, Key},
@@ -11,7 +12,16 @@ use super::{
 };
 use bytes::Bytes;
 use futures_util::future::{join, join3};
-use std::{future::poll_fn, time::Duration};
+use std::{
+    future::{Future, poll_fn},
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+    task::{Context, Poll, Wake},
+    time::Duration,
+};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// Queues a body on a stream.
@@ -73,6 +83,21 @@ fn a_small_message_overtakes_bulk() {
         2,
         "turns: {streams:?}"
     );
+}
+
+#[test]
+fn bulk_that_waited_for_its_window_stays_bulk() {
+    let (mut peer, keys) = serving(2);
+    peer.feed(&settings(&[(4, 40_000)]));
+    queue(&mut peer, keys[0], 1 << 20, false);
+    assert_eq!(peer_sent(&mut peer), [(1, 40_000)]);
+    peer.feed(&window_update(1, 1_000));
+    queue(&mut peer, keys[1], 1_000, true);
+    assert_eq!(peer_sent(&mut peer), [(3, 1_000), (1, 1_000)]);
+}
+
+fn peer_sent(peer: &mut Peer) -> Vec<(u32, usize)> {
+    lengths(&peer.take())
 }
 
 #[test]
@@ -176,6 +201,54 @@ fn data_waits_for_both_windows() {
     assert_eq!(sent(&mut peer), 0);
     peer.feed(&window_update(1, 40_000));
     assert_eq!(sent(&mut peer), 100_000 - 65_535 - 10_000);
+}
+
+#[test]
+fn requests_wait_in_turn_and_pass_their_place_on() {
+    let shared = Arc::new(Shared::new(Config::new(false)));
+    let head = || http::Request::get("http://a/").body(()).unwrap();
+    let mut read = bytes::BytesMut::from(&settings(&[(3, 1)])[..]);
+    shared.lock().receive(&mut read, (0, 0));
+    let first = shared.lock().send_request(head(), true).unwrap();
+    let sender = client::SendRequest::<Bytes>::new(shared.clone());
+    let mut waiting: Vec<_> = (0..3).map(|_| with_wakes(sender.clone().ready())).collect();
+    for (future, _) in &mut waiting {
+        for _ in 0..3 {
+            assert!(poll(future, &Arc::default()).is_pending());
+        }
+    }
+    for (future, wakes) in &mut waiting {
+        assert!(poll(future, wakes).is_pending());
+    }
+    shared.with(|state| state.reset(first, 8.into(), super::super::error::Initiator::User));
+    assert_eq!(woken(&waiting), [1, 0, 0]);
+    drop(waiting.remove(0));
+    assert_eq!(woken(&waiting), [1, 0]);
+    let (mut next, wakes) = waiting.remove(0);
+    assert!(matches!(poll(&mut next, &wakes), Poll::Ready(Ok(_))));
+}
+
+#[derive(Default)]
+struct Wakes(AtomicUsize);
+
+impl Wake for Wakes {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, Relaxed);
+    }
+}
+
+fn woken<F>(waiting: &[(F, Arc<Wakes>)]) -> Vec<usize> {
+    let woken = waiting.iter().map(|(_, wakes)| wakes.0.load(Relaxed));
+    woken.collect()
+}
+
+fn with_wakes<F>(future: F) -> (F, Arc<Wakes>) {
+    (future, Arc::default())
+}
+
+fn poll<F: Future + Unpin>(future: &mut F, wakes: &Arc<Wakes>) -> Poll<F::Output> {
+    let waker = wakes.clone().into();
+    Pin::new(future).poll(&mut Context::from_waker(&waker))
 }
 
 #[tokio::test(start_paused = true)]
