@@ -188,6 +188,8 @@ pub(super) struct Driver<S> {
     needed: usize,
     out: Outgoing,
     is_unflushed: bool,
+    /// Error of a write, after which nothing more is written.
+    write_error: Option<io::Error>,
     wakes: Vec<Waker>,
     /// Number of turns in a row with at most one open stream.
     quiet_turns: u32,
@@ -205,6 +207,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             needed: 1,
             out: Outgoing::default(),
             is_unflushed: false,
+            write_error: None,
             wakes: Vec::new(),
             quiet_turns: 0,
             has_requests: false,
@@ -214,17 +217,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
     /// Moves the connection. Ready when it has ended.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
         for _ in 0..MAX_TURNS {
-            let incoming = self.poll_read(cx);
+            let mut incoming = self.poll_read(cx);
             let is_pending = matches!(incoming, Incoming::Pending);
-            let mut turn = self.turn(cx, incoming);
-            let mut is_blocked = false;
-            if !turn.has_failed_transport {
-                self.is_unflushed |= !self.out.is_empty();
-                match self.out.poll_write(&mut self.io, cx) {
-                    Poll::Ready(Ok(())) => {}
-                    Poll::Ready(Err(error)) => turn = self.turn(cx, Incoming::End(Some(error))),
-                    Poll::Pending => is_blocked = true,
-                }
+            if is_pending && let Some(error) = self.write_error.take() {
+                incoming = Incoming::End(Some(error));
+            }
+            let turn = self.turn(cx, incoming);
+            let is_blocked = !turn.has_failed_transport && self.poll_write(cx).is_pending();
+            if self.write_error.is_some() && turn.end.is_none() {
+                continue;
             }
             if let Some(end) = turn.end.filter(|_| !is_blocked) {
                 return self
@@ -240,6 +241,21 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         }
         cx.waker().wake_by_ref();
         self.poll_flush(cx)
+    }
+
+    /// Writes what the turn has left. An error is kept until all that the peer has sent is read.
+    fn poll_write(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        self.is_unflushed |= !self.out.is_empty();
+        if self.write_error.is_none() {
+            match self.out.poll_write(&mut self.io, cx) {
+                Poll::Ready(Ok(())) => return Poll::Ready(()),
+                Poll::Ready(Err(error)) => self.write_error = Some(error),
+                Poll::Pending => return Poll::Pending,
+            }
+        }
+        self.out = Outgoing::default();
+        self.is_unflushed = false;
+        Poll::Ready(())
     }
 
     /// Flushes what is written. Never ready, except with an error.

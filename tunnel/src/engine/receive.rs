@@ -589,7 +589,7 @@ impl State {
             if !self.send_window.change(i64::from(by)) {
                 return Err(Reason::FLOW_CONTROL_ERROR);
             }
-            self.schedule.unblock(&mut self.store);
+            (self.schedule).unblock(self.send_window.size(), &mut self.store);
             return Ok(());
         }
         if self.is_idle(head.stream) {

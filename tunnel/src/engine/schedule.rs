@@ -18,6 +18,8 @@ const FRESH_BYTES: usize = 32 << 10;
 const SHARED_FRAME: usize = 16 << 10;
 /// Payload, in bytes, from which a frame's payload is written without a copy.
 const UNCOPIED_BYTES: usize = 16 << 10;
+/// Bytes of the connection's window for which one more waiting stream is resumed.
+const UNBLOCK_BYTES: usize = 1 << 10;
 /// Number of bytes that are taken for one write, apart from the last frame's.
 const BATCH_BYTES: usize = 64 << 10;
 
@@ -47,9 +49,14 @@ impl Schedule {
         }
     }
 
-    /// Resumes the streams that waited for the connection's window.
-    pub(super) fn unblock(&mut self, store: &mut Store) {
-        while let Some(key) = self.blocked.pop_front() {
+    /// Resumes streams that wait for the connection's window, not many more than a window of this many bytes serves: a peer that
+    /// opens it byte by byte causes no work for all of them each time.
+    pub(super) fn unblock(&mut self, window: usize, store: &mut Store) {
+        let count = (window / UNBLOCK_BYTES + 1).min(self.blocked.len());
+        for _ in 0..count {
+            let Some(key) = self.blocked.pop_front() else {
+                break;
+            };
             if let Some(stream) = store.get(key) {
                 stream.lane = Lane::None;
                 self.add(key, stream);
@@ -176,15 +183,20 @@ impl State {
 
     /// Sends one frame of a stream. Returns `false` if no stream can send.
     fn send_frame(&mut self, out: &mut Outgoing) -> bool {
-        let Some((key, stream)) = next_stream(&mut self.schedule, &mut self.store) else {
+        let window = self.send_window.size();
+        let mut next = next_key(&mut self.schedule, &mut self.store);
+        while next.is_none() && window > 0 && !self.schedule.blocked.is_empty() {
+            self.schedule.unblock(window, &mut self.store);
+            next = next_key(&mut self.schedule, &mut self.store);
+        }
+        let Some((key, stream)) = next.and_then(|key| Some((key, self.store.get(key)?))) else {
             return false;
         };
         if stream.queue.is_empty() {
             self.send_end(key, out);
             return true;
         }
-        let connection_window = self.send_window.size();
-        if connection_window == 0 {
+        if window == 0 {
             stream.lane = Lane::Blocked;
             self.schedule.pop();
             self.schedule.blocked.push_back(key);
@@ -196,8 +208,8 @@ impl State {
             usize::MAX
         };
         let room = BATCH_BYTES.saturating_sub(out.len()).max(SHARED_FRAME);
-        let window = stream.send_window.size().min(connection_window);
-        let length = window.min(shared).min(room).min(self.peer.max_frame);
+        let length = stream.send_window.size().min(window);
+        let length = length.min(shared).min(room).min(self.peer.max_frame);
         let sent = put_data(stream, length, out);
         self.send_window.take(sent);
         stream.wake_sender(&mut self.wakes);
@@ -244,22 +256,16 @@ impl State {
 }
 
 /// Returns the stream that sends next. Streams that cannot are removed.
-fn next_stream<'a>(schedule: &mut Schedule, store: &'a mut Store) -> Option<(Key, &'a mut Stream)> {
+fn next_key(schedule: &mut Schedule, store: &mut Store) -> Option<Key> {
     loop {
         let key = schedule.front()?;
         match store.get(key) {
-            Some(stream) if stream.has_frame() => break,
-            Some(stream) => {
-                stream.lane = Lane::None;
-                schedule.pop();
-            }
-            None => {
-                schedule.pop();
-            }
+            Some(stream) if stream.has_frame() => return Some(key),
+            Some(stream) => stream.lane = Lane::None,
+            None => {}
         }
+        schedule.pop();
     }
-    let key = schedule.front()?;
-    Some((key, store.get(key)?))
 }
 
 /// Appends a DATA frame of at most `length` bytes of the stream's queue. Returns its payload's length.

@@ -77,6 +77,8 @@ struct Plan {
     max_frame: u32,
     max_streams: u32,
     pipe: usize,
+    /// Windows to which an end of the engine changes in turn. (Readers of h2 may wait for ever after windows have shrunk.)
+    changes: Vec<u32>,
     /// Number of requests after which the server begins to leave.
     leaves_after: Option<usize>,
 }
@@ -101,6 +103,9 @@ impl Plan {
             max_frame: [16_384, 65_536][rng.random_range(0..2)],
             max_streams: [1, 3, 100][rng.random_range(0..3)],
             pipe: [19, 1_000, 70_000][rng.random_range(0..3)],
+            changes: (0..rng.random_range(0..6))
+                .map(|_| window(&mut rng))
+                .collect(),
             leaves_after: rng.random_ratio(1, 5).then(|| rng.random_range(0..5)),
         }
     }
@@ -143,7 +148,7 @@ async fn pause(times: usize) {
 }
 
 macro_rules! implementation {
-    ($module:ident, $($path:tt)+) => {
+    ($module:ident, $changes_windows:literal, $($path:tt)+) => {
         mod $module {
             use super::*;
             use $($path)+ as h2;
@@ -261,7 +266,7 @@ macro_rules! implementation {
             }
 
             pub(super) async fn client(io: DuplexStream, plan: &Plan) -> Vec<(usize, Received)> {
-                let (sender, connection) = h2::client::Builder::new()
+                let (sender, mut connection) = h2::client::Builder::new()
                     .initial_window_size(plan.client_window)
                     .initial_connection_window_size(1 << 20)
                     .max_frame_size(plan.max_frame)
@@ -271,7 +276,16 @@ macro_rules! implementation {
                     .handshake::<_, Bytes>(io)
                     .await
                     .unwrap();
-                let driver = async { drop(connection.await) };
+                let mut changes = plan.changes.iter().copied();
+                let driver = poll_fn(move |cx| {
+                    if $changes_windows
+                        && let Some(size) = changes.clone().next()
+                        && connection.set_initial_window_size(size).is_ok()
+                    {
+                        changes.next();
+                    }
+                    Pin::new(&mut connection).poll(cx).map(drop)
+                });
                 let exchanges = FuturesUnordered::new();
                 for (index, stream) in plan.streams.iter().enumerate() {
                     exchanges.push(exchange(sender.clone(), index, stream));
@@ -326,9 +340,16 @@ macro_rules! implementation {
                     .unwrap();
                 let (mut open, mut received) = (FuturesUnordered::new(), Vec::new());
                 let (mut accepted, mut is_over) = (0, false);
+                let mut changes = plan.changes.iter().copied();
                 poll_fn(|cx| {
                     while let Poll::Ready(Some(outcome)) = open.poll_next_unpin(cx) {
                         received.push(outcome);
+                    }
+                    if $changes_windows
+                        && let Some(size) = changes.clone().next()
+                        && connection.set_initial_window_size(size).is_ok()
+                    {
+                        changes.next();
                     }
                     while !is_over {
                         if plan.leaves_after.is_some_and(|after| accepted >= after) {
@@ -358,8 +379,8 @@ macro_rules! implementation {
     };
 }
 
-implementation!(engine, super::super::super);
-implementation!(oracle, ::h2);
+implementation!(engine, true, super::super::super);
+implementation!(oracle, false, ::h2);
 
 /// Checks what an end has received of a body. Its own reset may hide all of it.
 fn check(received: &Received, sent: &Body, own: &Body, context: &str) {

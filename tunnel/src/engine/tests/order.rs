@@ -101,6 +101,35 @@ fn peer_sent(peer: &mut Peer) -> Vec<(u32, usize)> {
 }
 
 #[test]
+fn streams_share_a_window_that_opens_byte_by_byte() {
+    let mut peer = Peer::of_server(|config| config.settings.max_concurrent_streams = Some(200));
+    let keys: Vec<_> = (0..100)
+        .map(|index| {
+            peer.feed(&request(index * 2 + 1, true, &[]));
+            peer.state.next_request().unwrap().0
+        })
+        .collect();
+    queue(&mut peer, keys[0], 65_535, true);
+    peer.take();
+    for key in &keys[1..] {
+        queue(&mut peer, *key, 20, true);
+    }
+    assert_eq!(peer_sent(&mut peer), []);
+    let mut sent = 0;
+    while peer
+        .state
+        .store
+        .iter_mut()
+        .any(|(_, stream)| !stream.end_sent)
+    {
+        peer.feed(&window_update(0, 1));
+        sent += peer_sent(&mut peer).len();
+        assert!(sent <= 99 * 20);
+    }
+    assert_eq!(sent, 99 * 20);
+}
+
+#[test]
 fn control_frames_go_first_and_in_order() {
     let (mut peer, keys) = serving(2);
     queue(&mut peer, keys[0], 1 << 20, false);
@@ -247,8 +276,7 @@ fn with_wakes<F>(future: F) -> (F, Arc<Wakes>) {
 }
 
 fn poll<F: Future + Unpin>(future: &mut F, wakes: &Arc<Wakes>) -> Poll<F::Output> {
-    let waker = wakes.clone().into();
-    Pin::new(future).poll(&mut Context::from_waker(&waker))
+    Pin::new(future).poll(&mut Context::from_waker(&wakes.clone().into()))
 }
 
 #[tokio::test(start_paused = true)]
