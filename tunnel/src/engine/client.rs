@@ -11,7 +11,7 @@ use bytes::Bytes;
 use http::{Request, Response};
 use std::{
     fmt,
-    future::Future,
+    future::{Future, poll_fn},
     marker::PhantomData,
     pin::Pin,
     sync::Arc,
@@ -89,16 +89,16 @@ impl Builder {
         self
     }
 
-    /// Begins HTTP/2 on a transport. The preface leaves with the first poll of the connection.
+    /// Begins HTTP/2 on a transport: writes the preface and SETTINGS, as far as it takes them.
     ///
     /// # Errors
-    /// Never; the transport is first used later.
-    #[expect(clippy::unused_async, reason = "the interface of h2")]
+    /// Never; the connection returns the errors of the transport.
     pub async fn handshake<S, B>(&self, io: S) -> Result<(SendRequest<B>, Connection<S, B>), Error>
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
-        let driver = Driver::new(io, self.0.clone());
+        let mut driver = Driver::new(io, self.0.clone());
+        poll_fn(|cx| Poll::Ready(driver.start(cx))).await;
         let sender = SendRequest::new(driver.shared().clone());
         let connection = Connection {
             driver,

@@ -214,6 +214,16 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         }
     }
 
+    /// Writes the preface and SETTINGS of a client as far as the transport takes them, so that the other end's handshake needs
+    /// no poll of the connection. Waits for nothing: the other end may write first as well.
+    pub(super) fn start(&mut self, cx: &mut Context<'_>) {
+        self.shared.lock().drain(&mut self.out);
+        if self.poll_write(cx).is_ready() && self.is_unflushed {
+            // A later flush returns an error.
+            let _ = Pin::new(&mut self.io).poll_flush(cx);
+        }
+    }
+
     /// Moves the connection. Ready when it has ended.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
         for _ in 0..MAX_TURNS {
