@@ -98,7 +98,11 @@ impl Builder {
         S: AsyncRead + AsyncWrite + Unpin,
     {
         let mut driver = Driver::new(io, self.0.clone());
-        poll_fn(|cx| Poll::Ready(driver.start(cx))).await;
+        poll_fn(|cx| {
+            driver.start(cx);
+            Poll::Ready(())
+        })
+        .await;
         let sender = SendRequest::new(driver.shared().clone());
         let connection = Connection {
             driver,

@@ -7,22 +7,40 @@ use std::{fmt, io, sync::Arc};
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Reason(u32);
 
-/// Names of the codes, in the order of their numbers.
-const NAMES: [&str; 14] = [
-    "NO_ERROR",
-    "PROTOCOL_ERROR",
-    "INTERNAL_ERROR",
-    "FLOW_CONTROL_ERROR",
-    "SETTINGS_TIMEOUT",
-    "STREAM_CLOSED",
-    "FRAME_SIZE_ERROR",
-    "REFUSED_STREAM",
-    "CANCEL",
-    "COMPRESSION_ERROR",
-    "CONNECT_ERROR",
-    "ENHANCE_YOUR_CALM",
-    "INADEQUATE_SECURITY",
-    "HTTP_1_1_REQUIRED",
+/// Names of the codes, in the order of their numbers, and descriptions for people, as those of h2.
+const NAMES: [(&str, &str); 14] = [
+    ("NO_ERROR", "not a result of an error"),
+    ("PROTOCOL_ERROR", "unspecific protocol error detected"),
+    ("INTERNAL_ERROR", "unexpected internal error encountered"),
+    ("FLOW_CONTROL_ERROR", "flow-control protocol violated"),
+    (
+        "SETTINGS_TIMEOUT",
+        "settings ACK not received in timely manner",
+    ),
+    ("STREAM_CLOSED", "received frame when stream half-closed"),
+    ("FRAME_SIZE_ERROR", "frame with invalid size"),
+    (
+        "REFUSED_STREAM",
+        "refused stream before processing any application logic",
+    ),
+    ("CANCEL", "stream no longer needed"),
+    (
+        "COMPRESSION_ERROR",
+        "unable to maintain the header compression context",
+    ),
+    (
+        "CONNECT_ERROR",
+        "connection established in response to a CONNECT request was reset or abnormally closed",
+    ),
+    (
+        "ENHANCE_YOUR_CALM",
+        "detected excessive load generating behavior",
+    ),
+    (
+        "INADEQUATE_SECURITY",
+        "security properties do not meet minimum requirements",
+    ),
+    ("HTTP_1_1_REQUIRED", "endpoint requires HTTP/1.1"),
 ];
 
 impl Reason {
@@ -55,12 +73,10 @@ impl Reason {
     /// The endpoint requires HTTP/1.1.
     pub const HTTP_1_1_REQUIRED: Self = Self(13);
 
-    /// Returns the code's name, if it has one.
-    fn name(self) -> Option<&'static str> {
-        usize::try_from(self.0)
-            .ok()
-            .and_then(|code| NAMES.get(code))
-            .copied()
+    /// Returns the code's name and description, if it has any.
+    fn name(self) -> Option<(&'static str, &'static str)> {
+        let place = usize::try_from(self.0).ok()?;
+        NAMES.get(place).copied()
     }
 }
 
@@ -79,7 +95,7 @@ impl From<Reason> for u32 {
 impl fmt::Debug for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.name() {
-            Some(name) => f.write_str(name),
+            Some((name, _)) => f.write_str(name),
             None => write!(f, "Reason({:#x})", self.0),
         }
     }
@@ -87,7 +103,7 @@ impl fmt::Debug for Reason {
 
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(self, f)
+        f.write_str(self.name().map_or("unknown reason", |(_, text)| text))
     }
 }
 

@@ -162,7 +162,7 @@ async fn a_window_changes_once_the_last_change_is_acknowledged() {
     assert!(connection.set_initial_window_size(1 << 20).is_err());
 }
 
-/// Returns the code of the only RST_STREAM frame that the state machine writes.
+/// Returns the code of the only `RST_STREAM` frame that the state machine writes.
 fn reset_code(peer: &mut Peer) -> Option<Reason> {
     let frames = peer.take();
     let mut resets = frames.iter().filter(|frame| frame.kind == kind::RST_STREAM);

@@ -112,7 +112,7 @@ fn changes_of_the_size_are_announced() {
     encoder.set_max_size(0);
     encoder.set_max_size(50);
     assert_eq!(encode(&mut encoder, &[]), [0x20, 0x3f, 50 - 31]);
-    assert_eq!(encode(&mut encoder, &[]), []);
+    assert!(encode(&mut encoder, &[]).is_empty());
     // 34 octets are more than half of the table.
     assert_eq!(encode(&mut encoder, &field), b"\x00\x01a\x011");
     encoder.set_max_size(100);
