@@ -217,7 +217,7 @@ async fn forbidden_fields_are_not_sent() {
             .send_request(upgrade.body(()).unwrap(), true)
             .is_err()
     );
-    let (response, _send) = sender.send_request(get(), true).unwrap();
+    let (response, send) = sender.send_request(get(), true).unwrap();
     let serve = async {
         let mut server = server::handshake(far).await.unwrap();
         let (_request, mut respond) = server.accept().await.unwrap().unwrap();
@@ -235,7 +235,7 @@ async fn forbidden_fields_are_not_sent() {
     };
     let receive = async {
         let length = body_of(response).await;
-        drop((sender, _send));
+        drop((sender, send));
         length
     };
     let (end, ((), length)) = join(connection, join(serve, receive)).await;
