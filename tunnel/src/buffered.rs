@@ -5,6 +5,8 @@
 //! of a tunnel count into the [`MemoryBudget`] of its process, which covers all tunnels and all other unread bytes of the
 //! process.
 
+#[cfg(feature = "engine")]
+use crate::engine as h2;
 use crate::{
     small_frames::SmallFrames,
     stall_monitor::{Progress, ProgressMark, StallMonitor, StallSource, StalledStream},

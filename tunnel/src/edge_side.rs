@@ -3,6 +3,8 @@
 //! Accepts streams from the gateway and returns the purpose of each. It initiates neither PING nor SETTINGS after the
 //! handshake (invariant 11). It detects a dead gateway by silence alone: a gateway that is alive sends something every 5 s.
 
+#[cfg(feature = "engine")]
+use crate::engine as h2;
 use crate::{
     buffered,
     control_stream::ControlStream,

@@ -3,6 +3,10 @@
 //! h2's own error is the source of ours. The variants state which end caused the error. A body error has h2's error as its
 //! source, so that an HTTP/2 listener sends the same code on (invariant 3).
 
+#[cfg(feature = "engine")]
+use crate::engine as transport;
+#[cfg(not(feature = "engine"))]
+use h2 as transport;
 use nix::errno::Errno;
 use std::{borrow::Cow, fmt, io, net::IpAddr};
 
@@ -19,9 +23,9 @@ pub enum StreamError {
     /// The tunnel below the stream is gone.
     #[error("the tunnel was lost: {}", TunnelEnd::by(.cause))]
     Lost {
-        /// h2's error.
+        /// Error of the connection.
         #[source]
-        cause: h2::Error,
+        cause: transport::Error,
     },
     /// The tunnel accepts no further stream: it drains, or has its maximum number of streams.
     #[error("the tunnel accepts no more streams")]
@@ -40,7 +44,7 @@ pub enum StreamError {
 impl StreamError {
     /// Returns the error of a stream that this process aborted, for example because its peer disconnected.
     pub fn cancelled() -> Self {
-        h2::Error::from(h2::Reason::CANCEL).into()
+        transport::Error::from(transport::Reason::CANCEL).into()
     }
 
     /// Whether the other end refused the stream, which then counts as never opened (RFC 9113 §8.7).
@@ -60,12 +64,12 @@ impl StreamError {
 
     /// Whether the stream was reset because the edge's policy does not allow it any more.
     pub fn is_withdrawn(&self) -> bool {
-        matches!(self, Self::Reset { cause } if cause.reason() == Some(crate::wire::WITHDRAWN))
+        matches!(self, Self::Reset { cause } if cause.reason().map(u32::from) == Some(crate::wire::WITHDRAWN.into()))
     }
 
     /// Whether the other end closed the connection in order before it responded on the stream.
     pub fn is_closed(&self) -> bool {
-        matches!(self, Self::Lost { cause } if is_h2_close(cause))
+        matches!(self, Self::Lost { cause } if is_transport_close(cause))
     }
 
     /// Whether the stream was reset, in contrast to a lost tunnel.
@@ -74,13 +78,28 @@ impl StreamError {
     }
 }
 
-impl From<h2::Error> for StreamError {
-    fn from(cause: h2::Error) -> Self {
+impl From<transport::Error> for StreamError {
+    fn from(cause: transport::Error) -> Self {
         match cause.reason() {
-            Some(_) if !cause.is_go_away() && !cause.is_io() => Self::Reset { cause },
+            Some(_) if !cause.is_go_away() && !cause.is_io() => Self::Reset {
+                cause: into_h2(cause),
+            },
             _ => Self::Lost { cause },
         }
     }
+}
+
+/// Returns the error of a reset as that of h2, from which listeners read its code.
+#[cfg(feature = "engine")]
+#[expect(clippy::needless_pass_by_value, reason = "as without the feature")]
+fn into_h2(cause: transport::Error) -> h2::Error {
+    let reason = cause.reason().unwrap_or(transport::Reason::CANCEL);
+    h2::Reason::from(u32::from(reason)).into()
+}
+
+#[cfg(not(feature = "engine"))]
+fn into_h2(cause: transport::Error) -> h2::Error {
+    cause
 }
 
 /// Whether a request without a response failed because its peer closed the connection in order or refused the stream. A
@@ -91,6 +110,11 @@ pub fn is_close(error: &(dyn std::error::Error + 'static)) -> bool {
     }
     if let Some(h2_error) = error.downcast_ref::<h2::Error>() {
         return h2_error.reason() == Some(h2::Reason::REFUSED_STREAM) || is_h2_close(h2_error);
+    }
+    #[cfg(feature = "engine")]
+    if let Some(error) = error.downcast_ref::<transport::Error>() {
+        let is_refused = error.reason() == Some(transport::Reason::REFUSED_STREAM);
+        return is_refused || is_transport_close(error);
     }
     if let Some(io) = error.downcast_ref::<io::Error>() {
         // An `io::Error` does not return its inner error as `source`.
@@ -106,6 +130,13 @@ pub fn is_close(error: &(dyn std::error::Error + 'static)) -> bool {
 fn is_h2_close(error: &h2::Error) -> bool {
     if error.is_go_away() {
         return error.is_remote() && error.reason() == Some(h2::Reason::NO_ERROR);
+    }
+    error.get_io().is_some_and(is_socket_close)
+}
+
+fn is_transport_close(error: &transport::Error) -> bool {
+    if error.is_go_away() {
+        return error.is_remote() && error.reason() == Some(transport::Reason::NO_ERROR);
     }
     error.get_io().is_some_and(is_socket_close)
 }
@@ -151,11 +182,11 @@ pub enum TunnelEnd {
 }
 
 impl TunnelEnd {
-    pub(crate) fn from_result(result: Result<(), h2::Error>) -> Self {
+    pub(crate) fn from_result(result: Result<(), transport::Error>) -> Self {
         result.err().map_or(Self::Peer, |error| Self::by(&error))
     }
 
-    fn by(error: &h2::Error) -> Self {
+    fn by(error: &transport::Error) -> Self {
         match error.get_io().map(io::Error::kind) {
             Some(
                 io::ErrorKind::UnexpectedEof
@@ -163,7 +194,9 @@ impl TunnelEnd {
                 | io::ErrorKind::BrokenPipe
                 | io::ErrorKind::ConnectionAborted,
             ) => Self::Peer,
-            _ if error.is_go_away() && error.reason() == Some(h2::Reason::NO_ERROR) => Self::Peer,
+            _ if error.is_go_away() && error.reason() == Some(transport::Reason::NO_ERROR) => {
+                Self::Peer
+            }
             // The text of a peer's GOAWAY may have 64 KiB.
             _ => Self::Failed(error.to_string().chars().take(MAX_FAILURE_LEN).collect()),
         }

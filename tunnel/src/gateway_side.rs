@@ -8,6 +8,8 @@ mod driver;
 mod window_grant;
 
 pub use driver::{ConnectionDriver, connect};
+#[cfg(feature = "engine")]
+use crate::engine as h2;
 use window_grant::WindowGrant;
 
 use crate::{

@@ -34,6 +34,9 @@ pub mod stall_monitor;
 pub mod stream;
 pub mod stream_io;
 
+#[cfg(feature = "engine")]
+pub mod engine;
+
 pub mod error;
 pub mod io_observer;
 pub mod request_target;

@@ -3,6 +3,8 @@
 //! Streams write it as they move bytes. The code that selects a tunnel or dials a second one reads it. Except for the list of
 //! streams that can hold unread bytes, the load consists of atomics, so nothing here waits.
 
+#[cfg(feature = "engine")]
+use crate::engine as h2;
 use crate::{
     buffered::{
         BufferedBytes, BufferedStream, BufferedStreams, MemoryBudget, NodeBudget, SenderEntry,

@@ -4,6 +4,8 @@
 //! The window for a chunk is released to the peer when the next chunk is requested, and never before. At that time the far
 //! socket has taken the chunk.
 
+#[cfg(feature = "engine")]
+use crate::engine as h2;
 use crate::{
     buffered::{BufferedStream, SenderEntry},
     error::StreamError,

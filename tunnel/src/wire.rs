@@ -4,6 +4,8 @@
 //! request of a client, an edge from every response of an upstream. So neither a client nor an upstream can speak for the
 //! other end.
 
+#[cfg(feature = "engine")]
+use crate::engine as h2;
 use http::HeaderName;
 
 /// ALPN of a tunnel: HTTP/2 with the roles reversed (draft-thomson-ptth-potato).

@@ -1,0 +1,27 @@
+//! HTTP/2 (RFC 9113) for tunnels: both roles of a connection.
+//!
+//! The public names and their semantics are those of the part of the crate h2 that a tunnel uses, so that either can stand
+//! behind `use … as h2`. Reading order: frames, windows, streams; the state machine ([`connection`], with [`receive`] for
+//! what comes in and [`schedule`] for what goes out), which does no IO; [`io`], which does; the handles.
+
+pub mod client;
+pub mod ext;
+pub mod server;
+
+mod connection;
+mod error;
+mod flow;
+mod frame;
+mod handle;
+mod hpack;
+mod io;
+mod message;
+mod receive;
+mod schedule;
+mod streams;
+
+pub use error::{Error, Reason};
+pub use handle::{FlowControl, Ping, PingPong, Pong, RecvStream, SendStream, StreamId};
+
+#[cfg(test)]
+mod tests;

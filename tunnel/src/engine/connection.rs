@@ -1,0 +1,785 @@
+//! State of a connection in both roles: settings, streams, errors and ends. A pure state machine: bytes come in by
+//! [`State::receive`], bytes go out by [`State::drain`], tasks are woken by wakers. It knows neither IO nor time.
+
+use super::{
+    error::{Error, Initiator, Reason},
+    flow::{DEFAULT_WINDOW, MAX_WINDOW, RecvWindow, SendWindow},
+    frame::{self, PREFACE, Settings, flag, kind},
+    hpack::{Decoder, Encoder},
+    message,
+    receive::Receiving,
+    schedule::Schedule,
+    streams::{Half, Key, Lane, Store, Stream},
+};
+use bytes::{Bytes, BytesMut};
+use http::Request;
+use std::{
+    collections::VecDeque,
+    io,
+    sync::{Mutex, MutexGuard, PoisonError},
+    task::{Context, Waker},
+};
+
+/// Size of the dynamic tables of header compression, in bytes.
+const HEADER_TABLE: usize = 4096;
+/// Number of unsent answers to PING from which on the peer floods. It does not read what it asks for.
+const MAX_UNSENT_PONGS: usize = 1_000;
+/// The same for acknowledgements of SETTINGS.
+const MAX_UNSENT_ACKS: usize = 100;
+/// The same for resets that the peer has caused.
+const MAX_UNSENT_RESETS: usize = 20_000;
+/// Number of streams reset by this end whose late frames are ignored. Frames of earlier ones are answered by a reset.
+const MAX_REMEMBERED_RESETS: usize = 1_024;
+/// Size of unsent heads, in bytes, from which on new requests wait.
+const MAX_UNSENT_HEADS: usize = 256 << 10;
+/// Payload of the user's PING.
+const USER_PING: [u8; 8] = *b"causeway";
+/// Payload of the PING between the two GOAWAY frames of a graceful end.
+pub(super) const SHUTDOWN_PING: [u8; 8] = *b"goingawy";
+
+/// Configuration of a connection.
+#[derive(Clone, Debug)]
+pub(super) struct Config {
+    pub(super) is_server: bool,
+    pub(super) settings: Settings,
+    pub(super) connection_window: u32,
+    /// Number of streams that may be opened before the peer's SETTINGS.
+    pub(super) initial_max_streams: usize,
+    pub(super) max_remembered_resets: usize,
+    /// Number of streams that the peer may have reset before the user got them (CVE-2023-44487).
+    pub(super) max_unaccepted_resets: usize,
+    /// Number of streams that the peer may make this end reset (CVE-2025-8671).
+    pub(super) max_error_resets: Option<usize>,
+}
+
+impl Config {
+    pub(super) fn new(is_server: bool) -> Self {
+        Self {
+            is_server,
+            settings: Settings::default(),
+            connection_window: DEFAULT_WINDOW,
+            initial_max_streams: 100,
+            max_remembered_resets: 50,
+            max_unaccepted_resets: 20,
+            max_error_resets: Some(1024),
+        }
+    }
+}
+
+/// State shared by the task of a connection and its handles.
+#[derive(Debug)]
+pub(super) struct Shared(Mutex<State>);
+
+impl Shared {
+    pub(super) fn new(config: Config) -> Self {
+        Self(Mutex::new(State::new(config)))
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Calls `change` with the state, then wakes the tasks that it concerns, outside of the lock.
+    pub(super) fn with<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
+        let mut state = self.lock();
+        let result = change(&mut state);
+        let task = if state.has_work {
+            state.task.take()
+        } else {
+            None
+        };
+        let wakes = std::mem::take(&mut state.wakes);
+        drop(state);
+        for waker in task.into_iter().chain(wakes) {
+            waker.wake();
+        }
+        result
+    }
+}
+
+/// What is known of the peer by its SETTINGS.
+#[derive(Debug)]
+pub(super) struct Peer {
+    pub(super) has_settings: bool,
+    pub(super) window: u32,
+    pub(super) max_frame: usize,
+    pub(super) max_streams: usize,
+    pub(super) allows_protocol: bool,
+}
+
+/// Answers and resets that are queued and not yet given to the transport.
+#[derive(Debug, Default)]
+pub(super) struct Unsent {
+    pub(super) pongs: usize,
+    pub(super) acks: usize,
+    pub(super) resets: usize,
+}
+
+/// The user's PING.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum UserPing {
+    Idle,
+    Sent,
+    Answered,
+}
+
+/// State of a connection.
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) config: Config,
+    pub(super) store: Store,
+    pub(super) receiving: Receiving,
+    pub(super) decoder: Decoder,
+    pub(super) encoder: Encoder,
+    /// Frames that go ahead of all others.
+    pub(super) control: BytesMut,
+    /// HEADERS frames, already compressed, so their order is fixed.
+    pub(super) heads: BytesMut,
+    pub(super) unsent: Unsent,
+    pub(super) schedule: Schedule,
+    /// Streams with a due `WINDOW_UPDATE`.
+    pub(super) updates: Vec<Key>,
+    pub(super) send_window: SendWindow,
+    pub(super) recv_window: RecvWindow,
+    pub(super) peer: Peer,
+    /// Window of new streams that the peer has acknowledged.
+    pub(super) local_window: u32,
+    /// Window in SETTINGS that the peer has not acknowledged.
+    pub(super) unacknowledged: Option<u32>,
+
+    pub(super) next_id: u32,
+    pub(super) last_remote: u32,
+    pub(super) open_local: usize,
+    pub(super) open_remote: usize,
+    waiting: VecDeque<(Key, Box<Request<()>>, bool)>,
+    /// Tasks that wait to open a stream, by their tickets.
+    ready_wakers: VecDeque<(u64, Waker)>,
+    next_ticket: u64,
+    pub(super) accept: VecDeque<(Key, Request<()>)>,
+    pub(super) unaccepted_resets: usize,
+    error_resets: usize,
+    resets: VecDeque<u32>,
+
+    ping: UserPing,
+    pong_waker: Option<Waker>,
+    /// Number in the last GOAWAY that was sent.
+    pub(super) last_accepted: Option<u32>,
+    /// The peer's GOAWAY.
+    pub(super) peer_left: Option<Error>,
+    /// Error that new streams get.
+    pub(super) error: Option<Error>,
+    /// Result of the connection, once nothing more is read.
+    pub(super) end: Option<Result<(), Error>>,
+    pub(super) has_no_senders: bool,
+
+    /// Task of the connection, until it is woken.
+    pub(super) task: Option<Waker>,
+    /// Whether the task of the connection has something to do.
+    pub(super) has_work: bool,
+    /// Tasks to wake once the lock is released.
+    pub(super) wakes: Vec<Waker>,
+}
+
+impl State {
+    pub(super) fn new(config: Config) -> Self {
+        let (settings, is_server) = (config.settings, config.is_server);
+        let mut control = BytesMut::new();
+        if !is_server {
+            control.extend_from_slice(PREFACE);
+        }
+        settings.put(&mut control);
+        let mut recv_window = RecvWindow::new(DEFAULT_WINDOW);
+        if config.connection_window > DEFAULT_WINDOW {
+            let more = config.connection_window - DEFAULT_WINDOW;
+            recv_window.change(i64::from(more));
+            frame::put_window_update(&mut control, 0, more);
+        }
+        Self {
+            store: Store::default(),
+            receiving: Receiving::new(is_server),
+            decoder: Decoder::new(HEADER_TABLE),
+            encoder: Encoder::new(HEADER_TABLE),
+            control,
+            heads: BytesMut::new(),
+            unsent: Unsent::default(),
+            schedule: Schedule::default(),
+            updates: Vec::new(),
+            send_window: SendWindow::new(DEFAULT_WINDOW),
+            recv_window,
+            peer: Peer {
+                has_settings: false,
+                window: DEFAULT_WINDOW,
+                max_frame: frame::DEFAULT_MAX_FRAME as usize,
+                max_streams: config.initial_max_streams,
+                allows_protocol: false,
+            },
+            local_window: DEFAULT_WINDOW,
+            unacknowledged: Some(settings.window()),
+            next_id: if is_server { 2 } else { 1 },
+            last_remote: 0,
+            open_local: 0,
+            open_remote: 0,
+            waiting: VecDeque::new(),
+            ready_wakers: VecDeque::new(),
+            next_ticket: 0,
+            accept: VecDeque::new(),
+            unaccepted_resets: 0,
+            error_resets: 0,
+            resets: VecDeque::new(),
+            ping: UserPing::Idle,
+            pong_waker: None,
+            last_accepted: None,
+            peer_left: None,
+            error: None,
+            end: None,
+            has_no_senders: false,
+            task: None,
+            has_work: true,
+            wakes: Vec::new(),
+            config,
+        }
+    }
+
+    // Settings and PING.
+
+    /// Sends a new window for streams.
+    pub(super) fn set_window(&mut self, size: u32) -> Result<(), Error> {
+        if size > MAX_WINDOW {
+            return Err(Error::user("the window is too large"));
+        }
+        if self.unacknowledged.is_some() {
+            return Err(Error::user("earlier SETTINGS are not acknowledged"));
+        }
+        self.unacknowledged = Some(size);
+        let settings = Settings {
+            initial_window_size: Some(size),
+            ..Settings::default()
+        };
+        settings.put(&mut self.control);
+        self.has_work = true;
+        Ok(())
+    }
+
+    /// Applies this end's SETTINGS, which the peer has acknowledged (RFC 9113 section 6.9.2).
+    pub(super) fn apply_local_settings(&mut self) -> Result<(), Reason> {
+        let window = self.unacknowledged.take().ok_or(Reason::PROTOCOL_ERROR)?;
+        let by = i64::from(window) - i64::from(self.local_window);
+        self.local_window = window;
+        if by == 0 {
+            return Ok(());
+        }
+        for (key, stream) in self.store.iter_mut() {
+            stream.recv_window.change(by);
+            // The peer may wait for bytes that were released while the window was larger.
+            let is_due = stream.recv != Half::Ended && stream.recv_window.is_due(window);
+            if is_due && !stream.has_update && stream.error.is_none() {
+                stream.has_update = true;
+                self.updates.push(key);
+            }
+        }
+        Ok(())
+    }
+
+    /// Applies the peer's SETTINGS and acknowledges them.
+    pub(super) fn apply_peer_settings(&mut self, settings: &Settings) -> Result<(), Reason> {
+        // Compressed heads have to leave before the acknowledgement of a smaller table or frame.
+        let out = if self.heads.is_empty() {
+            &mut self.control
+        } else {
+            &mut self.heads
+        };
+        frame::put_frame(out, kind::SETTINGS, flag::ACK, 0, &[]);
+        self.unsent.acks += 1;
+        if let Some(size) = settings.header_table_size {
+            self.encoder.set_max_size(HEADER_TABLE.min(size as usize));
+        }
+        if let Some(size) = settings.max_frame_size {
+            self.peer.max_frame = size as usize;
+        }
+        match settings.enable_connect_protocol {
+            Some(1) => self.peer.allows_protocol = true,
+            // RFC 8441 section 3.
+            Some(_) if self.peer.allows_protocol => return Err(Reason::PROTOCOL_ERROR),
+            _ => {}
+        }
+        if settings.max_concurrent_streams.is_some() || !self.peer.has_settings {
+            let max = settings.max_concurrent_streams.unwrap_or(u32::MAX);
+            self.peer.max_streams = usize::try_from(max).unwrap_or(usize::MAX);
+        }
+        self.peer.has_settings = true;
+        if let Some(window) = settings.initial_window_size {
+            self.change_peer_window(window)?;
+        }
+        self.open_waiting();
+        Ok(())
+    }
+
+    fn change_peer_window(&mut self, window: u32) -> Result<(), Reason> {
+        let by = i64::from(window) - i64::from(self.peer.window);
+        self.peer.window = window;
+        if by == 0 {
+            return Ok(());
+        }
+        for (key, stream) in self.store.iter_mut() {
+            if !stream.send_window.change(by) {
+                return Err(Reason::FLOW_CONTROL_ERROR);
+            }
+            if by > 0 {
+                stream.wake_sender(&mut self.wakes);
+                self.schedule.add(key, stream);
+            }
+        }
+        Ok(())
+    }
+
+    /// Answers a PING.
+    pub(super) fn put_pong(&mut self, payload: &[u8]) {
+        frame::put_frame(&mut self.control, kind::PING, flag::ACK, 0, payload);
+        self.unsent.pongs += 1;
+    }
+
+    pub(super) fn send_ping(&mut self) -> Result<(), Error> {
+        if let Some(error) = self.final_error() {
+            return Err(error);
+        }
+        if self.ping != UserPing::Idle {
+            return Err(Error::user("a PING is not answered yet"));
+        }
+        self.ping = UserPing::Sent;
+        frame::put_frame(&mut self.control, kind::PING, 0, 0, &USER_PING);
+        self.has_work = true;
+        Ok(())
+    }
+
+    /// Returns whether the user's PING was answered, once.
+    pub(super) fn take_pong(&mut self, cx: &Context<'_>) -> Option<Result<(), Error>> {
+        if self.ping == UserPing::Answered {
+            self.ping = UserPing::Idle;
+            return Some(Ok(()));
+        }
+        let error = self.final_error();
+        if error.is_none() {
+            register(&mut self.pong_waker, cx);
+        }
+        error.map(Err)
+    }
+
+    /// Receives the answer to a PING. Answers to PINGs that were never sent are ignored.
+    pub(super) fn receive_pong(&mut self, payload: &[u8]) {
+        if payload == USER_PING && self.ping == UserPing::Sent {
+            self.ping = UserPing::Answered;
+            self.wakes.extend(self.pong_waker.take());
+        } else if payload == SHUTDOWN_PING && self.last_accepted == Some(MAX_WINDOW) {
+            self.put_go_away(Reason::NO_ERROR, self.last_remote);
+        }
+    }
+
+    /// Returns the error of a connection that has ended.
+    fn final_error(&self) -> Option<Error> {
+        let result = self.end.as_ref()?;
+        Some(result.clone().err().unwrap_or_else(broken_pipe))
+    }
+
+    // Streams of this end.
+
+    /// Whether a new stream may be opened: `None` if the caller has to wait. `ticket` is the caller's place in the queue.
+    pub(super) fn poll_ready(
+        &mut self,
+        ticket: &mut Option<u64>,
+        cx: &Context<'_>,
+    ) -> Option<Result<(), Error>> {
+        if let Some(error) = &self.error {
+            return Some(Err(error.clone()));
+        }
+        if self.open_local + self.waiting.len() < self.peer.max_streams
+            && self.heads.len() < MAX_UNSENT_HEADS
+        {
+            return Some(Ok(()));
+        }
+        if let Some(place) = self.place_of(*ticket) {
+            self.ready_wakers[place].1.clone_from(cx.waker());
+            return None;
+        }
+        *ticket = Some(self.next_ticket);
+        self.ready_wakers
+            .push_back((self.next_ticket, cx.waker().clone()));
+        self.next_ticket += 1;
+        None
+    }
+
+    fn place_of(&self, ticket: Option<u64>) -> Option<usize> {
+        let ticket = ticket?;
+        let place = self
+            .ready_wakers
+            .binary_search_by_key(&ticket, |(ticket, _)| *ticket);
+        place.ok()
+    }
+
+    /// Leaves the queue for new streams. The next task is woken instead of one that leaves after it was woken.
+    pub(super) fn leave_queue(&mut self, ticket: u64) {
+        match self.place_of(Some(ticket)) {
+            Some(place) => drop(self.ready_wakers.remove(place)),
+            None => self.open_waiting(),
+        }
+    }
+
+    /// Returns the next request of the peer. Requests that were reset meanwhile are left out.
+    pub(super) fn next_request(&mut self) -> Option<(Key, Request<()>)> {
+        // A peer that does not read the responses gets no more of them.
+        while self.heads.len() < MAX_UNSENT_HEADS {
+            let (key, request) = self.accept.pop_front()?;
+            let Some(stream) = self.store.get(key) else {
+                continue;
+            };
+            stream.is_unaccepted = false;
+            let Some(error) = &stream.error else {
+                stream.handles = 2;
+                return Some((key, request));
+            };
+            if error.is_remote() {
+                self.unaccepted_resets -= 1;
+            }
+            self.settle(key);
+        }
+        None
+    }
+
+    /// Returns the first number of this end's streams that the peer does not know.
+    pub(super) fn first_idle(&self) -> u32 {
+        let waiting = self.waiting.front().map(|(key, ..)| key.id);
+        waiting.unwrap_or(self.next_id)
+    }
+
+    /// Opens a stream with two handles.
+    pub(super) fn send_request(&mut self, request: Request<()>, end: bool) -> Result<Key, Error> {
+        if let Some(error) = &self.error {
+            return Err(error.clone());
+        }
+        if !message::is_sendable(&request) {
+            return Err(Error::user("the request's head is malformed"));
+        }
+        if self.next_id > MAX_WINDOW {
+            return Err(Error::user(
+                "the connection has no more numbers for streams",
+            ));
+        }
+        let (peer, local) = (self.peer.window, self.local_window);
+        let mut stream = Stream::new(
+            self.next_id,
+            true,
+            SendWindow::new(peer),
+            RecvWindow::new(local),
+        );
+        self.next_id += 2;
+        stream.handles = 2;
+        stream.send = if end { Half::Ended } else { Half::Open };
+        stream.is_waiting = true;
+        let key = self.store.insert(stream);
+        if self.waiting.is_empty() && self.open_local < self.peer.max_streams {
+            self.open(key, &request, end);
+        } else {
+            self.waiting.push_back((key, Box::new(request), end));
+        }
+        Ok(key)
+    }
+
+    /// Writes the head of a request.
+    fn open(&mut self, key: Key, request: &Request<()>, end: bool) {
+        let Some(stream) = self.store.get(key) else {
+            return;
+        };
+        if stream.error.is_some() {
+            return;
+        }
+        (stream.is_waiting, stream.is_counted, stream.end_sent) = (false, true, end);
+        stream.wake_sender(&mut self.wakes);
+        self.schedule.add(key, stream);
+        self.open_local += 1;
+        let (encoder, max_frame) = (&mut self.encoder, self.peer.max_frame);
+        frame::put_block(&mut self.heads, (key.id, end), max_frame, |block| {
+            message::put_request(encoder, request, block);
+        });
+        self.has_work = true;
+    }
+
+    /// Opens waiting streams and wakes waiting requests, as many as the peer allows.
+    pub(super) fn open_waiting(&mut self) {
+        while self.open_local < self.peer.max_streams {
+            let Some((key, request, end)) = self.waiting.pop_front() else {
+                break;
+            };
+            self.open(key, &request, end);
+        }
+        if self.ready_wakers.is_empty() || self.heads.len() >= MAX_UNSENT_HEADS {
+            return;
+        }
+        let used = self.open_local + self.waiting.len();
+        let free = self.peer.max_streams.saturating_sub(used);
+        let count = free.min(self.ready_wakers.len());
+        self.wake_ready(count);
+    }
+
+    fn wake_ready(&mut self, count: usize) {
+        let woken = self.ready_wakers.drain(..count);
+        self.wakes.extend(woken.map(|(_, waker)| waker));
+    }
+
+    // Ends of streams.
+
+    /// Resets a stream.
+    pub(super) fn reset(&mut self, key: Key, reason: Reason, initiator: Initiator) {
+        let Some(stream) = self.store.get(key) else {
+            return;
+        };
+        if stream.is_closed() {
+            return;
+        }
+        stream.error = Some(Error::reset(reason, initiator));
+        stream.clear_send_queue();
+        stream.wake_all(&mut self.wakes);
+        // A stream whose head was not sent does not exist for the peer (RFC 9113 section 5.1.1).
+        if !stream.is_waiting {
+            self.put_reset(key.id, reason);
+        } else if let Ok(place) = self
+            .waiting
+            .binary_search_by_key(&key.id, |(key, ..)| key.id)
+        {
+            self.waiting.remove(place);
+        }
+        self.settle(key);
+    }
+
+    /// Queues `RST_STREAM`, and ignores late frames of the stream from now on.
+    pub(super) fn put_reset(&mut self, id: u32, reason: Reason) {
+        // Never ahead of the stream's HEADERS.
+        let out = if self.heads.is_empty() {
+            &mut self.control
+        } else {
+            &mut self.heads
+        };
+        frame::put_reset(out, id, reason);
+        self.unsent.resets += 1;
+        self.has_work = true;
+        let max = self.config.max_remembered_resets.min(MAX_REMEMBERED_RESETS);
+        if self.resets.len() >= max {
+            self.resets.pop_front();
+        }
+        if max > 0 {
+            self.resets.push_back(id);
+        }
+    }
+
+    /// Whether late frames of a stream are ignored because this end reset it.
+    pub(super) fn was_reset(&self, id: u32) -> bool {
+        self.resets.iter().rev().any(|reset| *reset == id)
+    }
+
+    /// Counts a reset that the peer's violation has caused.
+    pub(super) fn count_error_reset(&mut self) -> Result<(), Reason> {
+        self.error_resets += 1;
+        match self.config.max_error_resets {
+            Some(max) if self.error_resets > max => Err(Reason::ENHANCE_YOUR_CALM),
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks that the peer reads the answers that it causes.
+    pub(super) fn check_unsent(&self) -> Result<(), Reason> {
+        let unsent = &self.unsent;
+        if unsent.pongs > MAX_UNSENT_PONGS
+            || unsent.acks > MAX_UNSENT_ACKS
+            || unsent.resets > MAX_UNSENT_RESETS
+        {
+            return Err(Reason::ENHANCE_YOUR_CALM);
+        }
+        Ok(())
+    }
+
+    /// Releases bytes of the connection's window.
+    pub(super) fn release_connection(&mut self, bytes: usize) {
+        self.recv_window.release(bytes);
+        self.has_work |= self.recv_window.is_due(self.config.connection_window);
+    }
+
+    /// Does what follows from a change of a stream's state: a closed stream counts no more, and is freed with its last handle.
+    pub(super) fn settle(&mut self, key: Key) {
+        let Some(stream) = self.store.get(key) else {
+            return;
+        };
+        if !stream.is_closed() {
+            return;
+        }
+        let was_counted = std::mem::take(&mut stream.is_counted);
+        let (is_local, id) = (stream.is_local, stream.id);
+        let is_free = stream.handles == 0 && !stream.is_unaccepted;
+        let in_flight = stream.in_flight;
+        self.store.forget_id(id);
+        if is_free {
+            let lane = self.store.remove(key).map(|stream| stream.lane);
+            self.release_connection(in_flight);
+            if lane.is_some_and(|lane| lane != Lane::None) {
+                self.schedule.count_removed(&mut self.store);
+            }
+        }
+        if was_counted {
+            if is_local {
+                self.open_local -= 1;
+                self.open_waiting();
+            } else {
+                self.open_remote -= 1;
+            }
+        }
+        // The end of the connection may depend on its last stream.
+        self.has_work |= self.open_local + self.open_remote == 0;
+    }
+
+    /// Drops a handle. A stream without handles is reset, unless all of it is sent and received.
+    pub(super) fn drop_handle(&mut self, key: Key) {
+        let Some(stream) = self.store.get(key) else {
+            return;
+        };
+        stream.handles -= 1;
+        if stream.handles > 0 {
+            return;
+        }
+        let is_complete = stream.send == Half::Ended && self.config.is_server;
+        if stream.is_closed() || (stream.send == Half::Ended && stream.recv == Half::Ended) {
+            self.settle(key);
+        } else if is_complete && !stream.end_sent {
+            // The response goes first (RFC 9113 section 8.1).
+            stream.reset_after_end = Some(Reason::NO_ERROR);
+            stream.is_unread = true;
+            stream.body.clear();
+        } else {
+            let reason = if is_complete {
+                Reason::NO_ERROR
+            } else {
+                Reason::CANCEL
+            };
+            self.reset(key, reason, Initiator::User);
+        }
+    }
+
+    // Ends of the connection.
+
+    /// Begins the end: streams that are on their way are still accepted (RFC 9113 section 6.8).
+    pub(super) fn shut_down(&mut self) {
+        if self.last_accepted.is_some() || self.end.is_some() {
+            return;
+        }
+        self.put_go_away(Reason::NO_ERROR, MAX_WINDOW);
+        frame::put_frame(&mut self.control, kind::PING, 0, 0, &SHUTDOWN_PING);
+    }
+
+    fn put_go_away(&mut self, reason: Reason, last: u32) {
+        self.last_accepted = Some(last);
+        frame::put_go_away(&mut self.control, last, reason, &[]);
+        self.has_work = true;
+    }
+
+    /// Ends the connection because the peer violated the protocol (RFC 9113 section 5.4.1).
+    pub(super) fn fail(&mut self, reason: Reason) {
+        self.put_go_away(reason, self.last_remote);
+        let error = Error::go_away(reason, Initiator::Engine, Bytes::new());
+        self.finish(Err(error.clone()), &error);
+    }
+
+    /// Ends the connection once nothing more can happen on it.
+    pub(super) fn check_end(&mut self) {
+        if self.end.is_some() || self.open_local + self.open_remote + self.waiting.len() > 0 {
+            return;
+        }
+        let is_last_told = self.last_accepted.is_some_and(|last| last < MAX_WINDOW);
+        let is_unused = self.has_no_senders && !self.config.is_server && self.store.is_empty();
+        if is_unused || self.peer_left.is_some() || is_last_told {
+            if !is_last_told {
+                self.put_go_away(Reason::NO_ERROR, self.last_remote);
+            }
+            self.finish(self.result_of_peer(), &broken_pipe());
+        }
+    }
+
+    /// Returns the result of a connection that ended in order at this end.
+    fn result_of_peer(&self) -> Result<(), Error> {
+        let error = self.peer_left.as_ref();
+        let error = error.filter(|error| error.reason() != Some(Reason::NO_ERROR));
+        error.cloned().map_or(Ok(()), Err)
+    }
+
+    /// Ends the connection after its transport ended, with an error or in order.
+    pub(super) fn transport_ended(&mut self, error: Option<io::Error>) {
+        if self.end.is_some() {
+            return;
+        }
+        let Some(error) = error else {
+            self.finish(self.result_of_peer(), &broken_pipe());
+            return;
+        };
+        // Peers that leave without close_notify are ordinary.
+        let is_close = error.kind() == io::ErrorKind::UnexpectedEof
+            && (self.config.is_server || self.peer_left.is_some())
+            && self.result_of_peer().is_ok();
+        let error = Error::io(error);
+        let result = if is_close { Ok(()) } else { Err(error.clone()) };
+        self.finish(result, &error);
+    }
+
+    /// Records the end, and ends all streams with `error`.
+    fn finish(&mut self, result: Result<(), Error>, error: &Error) {
+        self.end = Some(result);
+        self.error.get_or_insert_with(|| error.clone());
+        self.end_streams(error, |_| true);
+        self.waiting.clear();
+        self.accept.clear();
+        self.wake_ready(self.ready_wakers.len());
+        self.wakes.extend(self.pong_waker.take());
+        self.has_work = true;
+    }
+
+    /// Ends streams of this end that the peer's GOAWAY did not take (RFC 9113 section 6.8).
+    pub(super) fn peer_leaves(&mut self, last: u32, error: Error) {
+        let is_server = self.config.is_server;
+        self.end_streams(&error, |stream| stream.is_local && stream.id > last);
+        if !is_server {
+            self.error.get_or_insert_with(|| error.clone());
+        }
+        self.wake_ready(self.ready_wakers.len());
+        self.peer_left = Some(error);
+        self.has_work = true;
+    }
+
+    fn end_streams(&mut self, error: &Error, which: impl Fn(&Stream) -> bool) {
+        let mut ended = Vec::new();
+        for (key, stream) in self.store.iter_mut() {
+            if which(stream) && !stream.is_closed() {
+                stream.error = Some(error.clone());
+                stream.clear_send_queue();
+                stream.wake_all(&mut self.wakes);
+            }
+            if stream.is_closed() {
+                stream.is_unaccepted &= self.end.is_none();
+                ended.push(key);
+            }
+        }
+        let store = &mut self.store;
+        self.waiting
+            .retain(|(key, ..)| store.get(*key).is_some_and(|stream| stream.error.is_none()));
+        for key in ended {
+            self.settle(key);
+        }
+    }
+}
+
+/// Returns the error of streams that end with their connection.
+pub(super) fn broken_pipe() -> Error {
+    let text = "the connection of the stream has ended";
+    Error::io(io::Error::new(io::ErrorKind::BrokenPipe, text))
+}
+
+/// Registers the task that is polling.
+pub(super) fn register(slot: &mut Option<Waker>, cx: &Context<'_>) {
+    match slot {
+        Some(waker) => waker.clone_from(cx.waker()),
+        None => *slot = Some(cx.waker().clone()),
+    }
+}

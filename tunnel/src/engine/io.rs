@@ -1,0 +1,434 @@
+//! The one place with IO: reads into a buffer, gives it to the state machine, writes what that gives back.
+//!
+//! Reading never waits for writing. Each turn reads what is there, takes the lock once, and writes all frames of the turn
+//! together; one flush ends the poll.
+
+use super::{
+    connection::{Config, Shared, State},
+    error::Error,
+};
+use bytes::{Buf, Bytes, BytesMut};
+use std::{
+    collections::VecDeque,
+    future::Future,
+    io::{self, IoSlice},
+    pin::{Pin, pin},
+    sync::Arc,
+    task::{Context, Poll, Waker},
+};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite};
+
+/// Bytes that are read before they are processed: the plaintext of a TLS record.
+const READ_BYTES: usize = 16 << 10;
+/// Size of the read buffer: a record and an incomplete frame before it.
+const READ_BUFFER: usize = READ_BYTES + (1 << 10);
+/// Free space from which on the next read takes a new buffer.
+const MIN_FREE: usize = 1 << 10;
+/// Number of slices of a vectored write.
+const MAX_SLICES: usize = 16;
+/// Number of turns after which other tasks of the thread run.
+const MAX_TURNS: usize = 16;
+
+/// Frames to be written: bytes, and large payloads between them.
+#[derive(Debug, Default)]
+pub(super) struct Outgoing {
+    pub(super) bytes: BytesMut,
+    written: usize,
+    /// Large payloads, each with its place in `bytes`.
+    large: VecDeque<(usize, Bytes)>,
+    large_len: usize,
+}
+
+impl Outgoing {
+    pub(super) fn len(&self) -> usize {
+        self.bytes.len() - self.written + self.large_len
+    }
+
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Appends frames and empties their buffer.
+    pub(super) fn take(&mut self, frames: &mut BytesMut) {
+        if self.bytes.is_empty() {
+            std::mem::swap(&mut self.bytes, frames);
+        } else {
+            self.bytes.extend_from_slice(frames);
+            frames.clear();
+        }
+    }
+
+    /// Returns all bytes, in order.
+    #[cfg(test)]
+    pub(super) fn into_bytes(mut self) -> BytesMut {
+        let mut all = BytesMut::new();
+        while !self.is_empty() {
+            let (slices, count) = self.slices();
+            let length: usize = slices[..count].iter().map(|slice| slice.len()).sum();
+            slices[..count]
+                .iter()
+                .for_each(|slice| all.extend_from_slice(slice));
+            self.advance(length);
+        }
+        all
+    }
+
+    /// Appends a payload without a copy.
+    pub(super) fn put_large(&mut self, payload: Bytes) {
+        self.large_len += payload.len();
+        self.large.push_back((self.bytes.len(), payload));
+    }
+
+    /// Returns the bytes before the next large payload.
+    fn small(&self) -> &[u8] {
+        let end = self
+            .large
+            .front()
+            .map_or(self.bytes.len(), |(place, _)| *place);
+        self.bytes.get(self.written..end).unwrap_or_default()
+    }
+
+    fn slices(&self) -> ([IoSlice<'_>; MAX_SLICES], usize) {
+        let mut slices = [IoSlice::new(&[]); MAX_SLICES];
+        let (mut count, mut start) = (0, self.written);
+        let large = self
+            .large
+            .iter()
+            .map(|(place, payload)| (*place, &payload[..]));
+        for (place, payload) in large.chain([(self.bytes.len(), &[][..])]) {
+            for part in [self.bytes.get(start..place).unwrap_or_default(), payload] {
+                if count < MAX_SLICES && !part.is_empty() {
+                    slices[count] = IoSlice::new(part);
+                    count += 1;
+                }
+            }
+            start = place;
+        }
+        (slices, count)
+    }
+
+    fn advance(&mut self, mut count: usize) {
+        while count > 0 {
+            let small = self.small().len();
+            if small > 0 {
+                let part = small.min(count);
+                self.written += part;
+                count -= part;
+            } else if let Some((_, payload)) = self.large.front_mut() {
+                let part = payload.len().min(count);
+                payload.advance(part);
+                (self.large_len, count) = (self.large_len - part, count - part);
+                if payload.is_empty() {
+                    self.large.pop_front();
+                }
+            } else {
+                break;
+            }
+        }
+        if self.is_empty() {
+            self.bytes.clear();
+            self.written = 0;
+        }
+    }
+
+    fn poll_write<S>(&mut self, io: &mut S, cx: &mut Context<'_>) -> Poll<io::Result<()>>
+    where
+        S: AsyncWrite + Unpin,
+    {
+        while !self.is_empty() {
+            let polled = if self.large.is_empty() {
+                Pin::new(&mut *io).poll_write(cx, self.small())
+            } else if io.is_write_vectored() {
+                let (slices, count) = self.slices();
+                Pin::new(&mut *io).poll_write_vectored(cx, &slices[..count])
+            } else {
+                let large = self.large.front().map_or(&[][..], |(_, payload)| payload);
+                let small = self.small();
+                Pin::new(&mut *io).poll_write(cx, if small.is_empty() { large } else { small })
+            };
+            match polled {
+                Poll::Ready(Ok(0)) => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
+                Poll::Ready(Ok(count)) => self.advance(count),
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
+                Poll::Pending => return Poll::Pending,
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+/// What a poll for reading found.
+enum Incoming {
+    /// Nothing more is there now; the task is woken when something comes.
+    Pending,
+    /// More may be there.
+    More,
+    /// End of the transport, with an error or in order.
+    End(Option<io::Error>),
+}
+
+/// What a turn of the state machine left.
+#[derive(Default)]
+struct Turn {
+    has_more: bool,
+    /// Result of the connection, once all is written that can be.
+    end: Option<Result<(), Error>>,
+    has_failed_transport: bool,
+}
+
+/// IO of a connection.
+#[derive(Debug)]
+pub(super) struct Driver<S> {
+    io: S,
+    shared: Arc<Shared>,
+    read: BytesMut,
+    /// Number and size of the read buffer.
+    buffer: (u64, usize),
+    /// Bytes that the next frame needs.
+    needed: usize,
+    out: Outgoing,
+    is_unflushed: bool,
+    /// Error of a write, after which nothing more is written.
+    write_error: Option<io::Error>,
+    wakes: Vec<Waker>,
+    /// Number of turns in a row with at most one open stream.
+    quiet_turns: u32,
+    /// Whether requests of the peer can be taken.
+    pub(super) has_requests: bool,
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
+    pub(super) fn new(io: S, config: Config) -> Self {
+        Self {
+            io,
+            shared: Arc::new(Shared::new(config)),
+            read: BytesMut::new(),
+            buffer: (0, 0),
+            needed: 1,
+            out: Outgoing::default(),
+            is_unflushed: false,
+            write_error: None,
+            wakes: Vec::new(),
+            quiet_turns: 0,
+            has_requests: false,
+        }
+    }
+
+    /// Writes the preface and SETTINGS of a client as far as the transport takes them, so that the other end's handshake needs
+    /// no poll of the connection. Waits for nothing: the other end may write first as well.
+    pub(super) fn start(&mut self, cx: &mut Context<'_>) {
+        self.shared.lock().drain(&mut self.out);
+        if self.poll_write(cx).is_ready() && self.is_unflushed {
+            // A later flush returns an error.
+            let _ = Pin::new(&mut self.io).poll_flush(cx);
+        }
+    }
+
+    /// Moves the connection. Ready when it has ended.
+    pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        for _ in 0..MAX_TURNS {
+            let mut incoming = self.poll_read(cx);
+            let is_pending = matches!(incoming, Incoming::Pending);
+            if is_pending && let Some(error) = self.write_error.take() {
+                incoming = Incoming::End(Some(error));
+            }
+            let turn = self.turn(cx, incoming);
+            let is_blocked = !turn.has_failed_transport && self.poll_write(cx).is_pending();
+            if self.write_error.is_some() && turn.end.is_none() {
+                continue;
+            }
+            if let Some(end) = turn.end.filter(|_| !is_blocked) {
+                return self
+                    .poll_shutdown(cx, turn.has_failed_transport)
+                    .map(|()| end);
+            }
+            if is_blocked && is_pending {
+                return Poll::Pending;
+            }
+            if is_pending && !turn.has_more {
+                return self.poll_flush(cx);
+            }
+        }
+        cx.waker().wake_by_ref();
+        self.poll_flush(cx)
+    }
+
+    /// Writes what the turn has left. An error is kept until all that the peer has sent is read.
+    fn poll_write(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        self.is_unflushed |= !self.out.is_empty();
+        if self.write_error.is_none() {
+            match self.out.poll_write(&mut self.io, cx) {
+                Poll::Ready(Ok(())) => return Poll::Ready(()),
+                Poll::Ready(Err(error)) => self.write_error = Some(error),
+                Poll::Pending => return Poll::Pending,
+            }
+        }
+        self.out = Outgoing::default();
+        self.is_unflushed = false;
+        Poll::Ready(())
+    }
+
+    /// Flushes what is written. Never ready, except with an error.
+    fn poll_flush(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        if self.is_unflushed {
+            match Pin::new(&mut self.io).poll_flush(cx) {
+                Poll::Ready(Ok(())) => self.is_unflushed = false,
+                Poll::Ready(Err(error)) => {
+                    let turn = self.turn(cx, Incoming::End(Some(error)));
+                    return turn.end.map_or(Poll::Pending, Poll::Ready);
+                }
+                Poll::Pending => {}
+            }
+        }
+        if self.quiet_turns > 1 {
+            self.shrink();
+        }
+        Poll::Pending
+    }
+
+    fn poll_shutdown(&mut self, cx: &mut Context<'_>, has_failed: bool) -> Poll<()> {
+        // The connection has its result; its transport may fail to close.
+        let polled = Pin::new(&mut self.io).poll_shutdown(cx);
+        if polled.is_pending() && !has_failed {
+            Poll::Pending
+        } else {
+            Poll::Ready(())
+        }
+    }
+
+    /// Reads until the buffer has enough for a turn, or nothing more is there.
+    fn poll_read(&mut self, cx: &mut Context<'_>) -> Incoming {
+        let wanted = READ_BYTES.max(self.needed);
+        while self.read.len() < wanted {
+            let (length, capacity) = (self.read.len(), self.read.capacity());
+            if capacity - length < MIN_FREE || capacity < self.needed {
+                self.read
+                    .reserve(READ_BUFFER.max(self.needed) - length.min(READ_BYTES));
+                self.buffer = (self.buffer.0 + 1, self.read.capacity());
+            }
+            match pin!(self.io.read_buf(&mut self.read)).poll(cx) {
+                Poll::Ready(Ok(0)) => return Incoming::End(None),
+                Poll::Ready(Ok(_)) => {}
+                Poll::Ready(Err(error)) => return Incoming::End(Some(error)),
+                Poll::Pending => return Incoming::Pending,
+            }
+        }
+        Incoming::More
+    }
+
+    /// Gives the state machine what was read, and takes what is to be written.
+    fn turn(&mut self, cx: &Context<'_>, incoming: Incoming) -> Turn {
+        let mut state = self.shared.lock();
+        std::mem::swap(&mut state.wakes, &mut self.wakes);
+        state.has_work = false;
+        if !state
+            .task
+            .as_ref()
+            .is_some_and(|task| task.will_wake(cx.waker()))
+        {
+            state.task = Some(cx.waker().clone());
+        }
+        if !self.read.is_empty() {
+            self.needed = state.receive(&mut self.read, self.buffer);
+        }
+        let mut turn = Turn::default();
+        if let Incoming::End(error) = incoming {
+            let is_cut = !self.read.is_empty() || state.receiving.is_inside_frame();
+            let cut = is_cut.then(|| io::Error::from(io::ErrorKind::UnexpectedEof));
+            state.transport_ended(error.or(cut));
+            turn.has_failed_transport = true;
+        }
+        state.check_end();
+        if turn.has_failed_transport {
+            self.out = Outgoing::default();
+            turn.end.clone_from(&state.end);
+        } else if self.out.is_empty() {
+            turn.has_more = state.drain(&mut self.out);
+            // The last frames of streams may have left.
+            state.check_end();
+            turn.has_more |= !state.is_drained();
+            turn.end = state.end.clone().filter(|_| !turn.has_more);
+        } else {
+            turn.has_more = true;
+        }
+        self.has_requests = !state.accept.is_empty();
+        self.quiet_turns = if state.is_quiet() {
+            self.quiet_turns + 1
+        } else {
+            0
+        };
+        std::mem::swap(&mut state.wakes, &mut self.wakes);
+        drop(state);
+        for waker in self.wakes.drain(..) {
+            waker.wake();
+        }
+        turn
+    }
+
+    /// Returns the size of all buffers.
+    #[cfg(test)]
+    pub(super) fn buffered_memory(&self) -> usize {
+        let state = self.shared.lock();
+        let frames = state.control.capacity() + state.heads.capacity();
+        self.read.capacity() + self.out.bytes.capacity() + frames
+    }
+
+    /// Frees the buffers of an idle connection.
+    fn shrink(&mut self) {
+        if self.read.is_empty() && self.read.capacity() > 0 {
+            self.read = BytesMut::new();
+        }
+        if self.out.is_empty() && self.out.bytes.capacity() > 0 {
+            self.out = Outgoing::default();
+            self.wakes = Vec::new();
+            self.shared.lock().shrink();
+        }
+    }
+}
+
+impl<S> Driver<S> {
+    pub(super) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
+    pub(super) fn with<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
+        self.shared.with(change)
+    }
+}
+
+impl<S> Drop for Driver<S> {
+    fn drop(&mut self) {
+        self.shared.with(|state| state.transport_ended(None));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_and_large_parts_leave_in_order_in_writes_of_any_size() {
+        for step in [1, 2, 3, 7, 100] {
+            let mut out = Outgoing::default();
+            out.bytes.extend_from_slice(b"ab");
+            out.put_large(Bytes::from_static(b"CDE"));
+            out.put_large(Bytes::from_static(b"F"));
+            out.bytes.extend_from_slice(b"gh");
+            out.put_large(Bytes::from_static(b"I"));
+            out.bytes.extend_from_slice(b"j");
+            let mut written = Vec::new();
+            while !out.is_empty() {
+                let (slices, count) = out.slices();
+                let all: Vec<u8> = slices[..count]
+                    .iter()
+                    .flat_map(|slice| slice.to_vec())
+                    .collect();
+                assert_eq!(all.len(), out.len());
+                let part = step.min(all.len());
+                written.extend_from_slice(&all[..part]);
+                out.advance(part);
+            }
+            assert_eq!(written, b"abCDEFghIj");
+        }
+    }
+}

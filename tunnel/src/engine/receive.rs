@@ -1,0 +1,641 @@
+//! Receiving: bytes of the peer become changes of the state. Every rule about the peer's frames is here.
+
+use super::{
+    connection::State,
+    error::{Error, Initiator, Reason},
+    flow::{MAX_WINDOW, RecvWindow, SendWindow},
+    frame::{self, HEAD_LEN, Head, PREFACE, Settings, flag, kind},
+    hpack::DecodeError,
+    message::{self, Collected},
+    streams::{Half, Key, Stream},
+};
+use bytes::{Buf, Bytes, BytesMut};
+use http::{Response, StatusCode};
+
+/// Maximum number of DATA frames in a row that carry nothing.
+const MAX_EMPTY_FRAMES: usize = 10_000;
+/// Maximum number of interim responses that a stream holds for its reader.
+const MAX_INTERIM: usize = 100;
+/// Maximum size of a header list if the configuration has none.
+const DEFAULT_MAX_HEADER_LIST: u32 = 16 << 20;
+/// Least average size of the frames of a long header block: peers with smaller ones flood (CVE-2024-27316).
+const MIN_BLOCK_FRAME: usize = 4096;
+/// Number of such frames that any block may have.
+const MIN_BLOCK_FRAMES: usize = 8;
+
+/// State of the peer's byte stream between two calls.
+#[derive(Debug)]
+pub(super) struct Receiving {
+    /// Bytes of the preface that are still to come.
+    preface_left: usize,
+    has_settings: bool,
+    data: Option<Data>,
+    block: Option<Block>,
+    empty_frames: usize,
+}
+
+impl Receiving {
+    pub(super) fn new(is_server: bool) -> Self {
+        Self {
+            preface_left: if is_server { PREFACE.len() } else { 0 },
+            has_settings: false,
+            data: None,
+            block: None,
+            empty_frames: 0,
+        }
+    }
+
+    /// Whether the peer's preface has arrived, as far as it is not a frame.
+    pub(super) fn has_preface(&self) -> bool {
+        self.preface_left == 0
+    }
+
+    /// Whether the last frame is incomplete.
+    pub(super) fn is_inside_frame(&self) -> bool {
+        self.data.is_some() || self.block.is_some()
+    }
+}
+
+/// DATA frame of which parts are still to come.
+#[derive(Clone, Copy, Debug)]
+struct Data {
+    /// Stream whose reader gets the payload; otherwise it is discarded.
+    stream: Option<Key>,
+    payload: usize,
+    padding: usize,
+    end_stream: bool,
+}
+
+/// Header block that CONTINUATION frames complete.
+#[derive(Debug)]
+struct Block {
+    stream: u32,
+    end_stream: bool,
+    bytes: BytesMut,
+    frames: usize,
+}
+
+impl State {
+    /// Processes what the peer has sent. `buffer` is number and capacity of the buffer behind `read`. Returns the number of bytes
+    /// that must be there before the next call can do more.
+    pub(super) fn receive(&mut self, read: &mut BytesMut, buffer: (u64, usize)) -> usize {
+        if self.end.is_some() {
+            read.clear();
+            return 0;
+        }
+        match self.receive_frames(read, buffer) {
+            Ok(needed) => needed,
+            Err(reason) => {
+                self.fail(reason);
+                read.clear();
+                0
+            }
+        }
+    }
+
+    fn receive_frames(
+        &mut self,
+        read: &mut BytesMut,
+        buffer: (u64, usize),
+    ) -> Result<usize, Reason> {
+        if !self.receive_preface(read)? {
+            return Ok(1);
+        }
+        loop {
+            if self.receiving.data.is_some() {
+                if !self.receive_payload(read, buffer) {
+                    return Ok(1);
+                }
+                continue;
+            }
+            let Some(head) = Head::parse(read) else {
+                return Ok(HEAD_LEN);
+            };
+            self.check_head(head)?;
+            if head.kind == kind::DATA {
+                if head.has(flag::PADDED) && head.length == 0 {
+                    return Err(Reason::FRAME_SIZE_ERROR);
+                }
+                let head_len = HEAD_LEN + usize::from(head.has(flag::PADDED));
+                if read.len() < head_len {
+                    return Ok(head_len);
+                }
+                let padding = head.has(flag::PADDED).then(|| usize::from(read[HEAD_LEN]));
+                read.advance(head_len);
+                self.receive_data_head(head, padding)?;
+                self.check_unsent()?;
+                continue;
+            }
+            let frame_len = HEAD_LEN + head.length;
+            let Some(payload) = read.get(HEAD_LEN..frame_len) else {
+                return Ok(frame_len);
+            };
+            self.receive_frame(head, payload)?;
+            self.check_unsent()?;
+            read.advance(frame_len);
+        }
+    }
+
+    /// Returns whether the preface is complete (RFC 9113 section 3.4).
+    fn receive_preface(&mut self, read: &mut BytesMut) -> Result<bool, Reason> {
+        let left = self.receiving.preface_left;
+        let count = left.min(read.len());
+        let start = PREFACE.len() - left;
+        if read[..count] != PREFACE[start..start + count] {
+            return Err(Reason::PROTOCOL_ERROR);
+        }
+        read.advance(count);
+        self.receiving.preface_left -= count;
+        Ok(count == left)
+    }
+
+    /// Checks what can be known before the payload is there.
+    fn check_head(&mut self, head: Head) -> Result<(), Reason> {
+        if head.length > self.config.settings.max_frame() as usize {
+            return Err(Reason::FRAME_SIZE_ERROR);
+        }
+        if !self.receiving.has_settings {
+            if head.kind != kind::SETTINGS || head.has(flag::ACK) {
+                return Err(Reason::PROTOCOL_ERROR);
+            }
+            self.receiving.has_settings = true;
+        }
+        // Nothing comes between the frames of a header block (RFC 9113 section 6.10).
+        match &self.receiving.block {
+            Some(block) if head.kind != kind::CONTINUATION || head.stream != block.stream => {
+                Err(Reason::PROTOCOL_ERROR)
+            }
+            None if head.kind == kind::CONTINUATION => Err(Reason::PROTOCOL_ERROR),
+            _ => Ok(()),
+        }
+    }
+
+    fn receive_frame(&mut self, head: Head, payload: &[u8]) -> Result<(), Reason> {
+        match head.kind {
+            kind::HEADERS => self.receive_headers(head, payload),
+            kind::CONTINUATION => self.receive_continuation(head, payload),
+            kind::PRIORITY => self.receive_priority(head),
+            kind::RST_STREAM => self.receive_reset(head, payload),
+            kind::SETTINGS => self.receive_settings(head, payload),
+            // This end never enables push (RFC 9113 section 8.4).
+            kind::PUSH_PROMISE => Err(Reason::PROTOCOL_ERROR),
+            kind::PING => self.receive_ping(head, payload),
+            kind::GOAWAY => self.receive_go_away(head, payload),
+            kind::WINDOW_UPDATE => self.receive_window_update(head, payload),
+            // RFC 9113 section 5.5.
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether neither end has opened the stream (RFC 9113 section 5.1.1).
+    fn is_idle(&self, id: u32) -> bool {
+        let is_local = id.is_multiple_of(2) == self.config.is_server;
+        if is_local {
+            id >= self.first_idle()
+        } else {
+            id > self.last_remote
+        }
+    }
+
+    /// Resets a stream because of the peer's violation (RFC 9113 section 5.4.2).
+    fn stream_error(&mut self, id: u32, reason: Reason) -> Result<(), Reason> {
+        match self.store.find(id) {
+            Some(key) => self.reset(key, reason, Initiator::Engine),
+            None => self.put_reset(id, reason),
+        }
+        self.count_error_reset()
+    }
+
+    /// A frame on a stream that is closed: late if this end reset the stream, otherwise an error (RFC 9113 section 5.1).
+    fn closed_stream_error(&mut self, id: u32) -> Result<(), Reason> {
+        if self.was_reset(id) {
+            return Ok(());
+        }
+        self.stream_error(id, Reason::STREAM_CLOSED)
+    }
+
+    // DATA (RFC 9113 section 6.1).
+
+    fn receive_data_head(&mut self, head: Head, padding: Option<usize>) -> Result<(), Reason> {
+        if head.stream == 0 || self.is_idle(head.stream) {
+            return Err(Reason::PROTOCOL_ERROR);
+        }
+        let overhead = padding.map_or(0, |padding| padding + 1);
+        // Padding as long as the payload is an error.
+        let payload = head
+            .length
+            .checked_sub(overhead)
+            .ok_or(Reason::PROTOCOL_ERROR)?;
+        if !self.recv_window.take(head.length) {
+            return Err(Reason::FLOW_CONTROL_ERROR);
+        }
+        let end_stream = head.has(flag::END_STREAM);
+        if payload > 0 || end_stream {
+            self.receiving.empty_frames = 0;
+        } else {
+            self.receiving.empty_frames += 1;
+            if self.receiving.empty_frames > MAX_EMPTY_FRAMES {
+                return Err(Reason::ENHANCE_YOUR_CALM);
+            }
+        }
+        let stream = self.check_data(head)?;
+        self.release_connection(overhead);
+        if let Some(stream) = stream.and_then(|key| self.store.get(key)) {
+            stream.recv_window.release(overhead);
+        }
+        self.receiving.data = Some(Data {
+            stream,
+            payload,
+            padding: padding.unwrap_or(0),
+            end_stream,
+        });
+        Ok(())
+    }
+
+    /// Returns the stream that takes the payload, if one does.
+    fn check_data(&mut self, head: Head) -> Result<Option<Key>, Reason> {
+        let Some(key) = self.store.find(head.stream) else {
+            self.closed_stream_error(head.stream)?;
+            return Ok(None);
+        };
+        let Some(stream) = self.store.get(key) else {
+            return Ok(None);
+        };
+        let violation = match stream.recv {
+            Half::AwaitingHead => Some(Reason::PROTOCOL_ERROR),
+            Half::Ended => Some(Reason::STREAM_CLOSED),
+            Half::Open if stream.recv_window.take(head.length) => None,
+            Half::Open => Some(Reason::FLOW_CONTROL_ERROR),
+        };
+        let Some(reason) = violation else {
+            return Ok(Some(key));
+        };
+        self.stream_error(head.stream, reason)?;
+        Ok(None)
+    }
+
+    /// Receives the part of a DATA frame that is there. Returns whether the frame is complete.
+    fn receive_payload(&mut self, read: &mut BytesMut, buffer: (u64, usize)) -> bool {
+        let Some(data) = &mut self.receiving.data else {
+            return true;
+        };
+        let count = data.payload.min(read.len());
+        data.payload -= count;
+        if count > 0 {
+            let stream = data.stream.and_then(|key| self.store.get(key));
+            let reader = stream.filter(|stream| stream.error.is_none() && !stream.is_unread);
+            if let Some(stream) = reader {
+                stream.in_flight += count;
+                stream.body.push(read, count, buffer);
+                self.wakes.extend(stream.recv_waker.take());
+            } else {
+                read.advance(count);
+                self.recv_window.release(count);
+            }
+        }
+        if data.payload > 0 {
+            return false;
+        }
+        let count = data.padding.min(read.len());
+        data.padding -= count;
+        read.advance(count);
+        if data.padding > 0 {
+            return false;
+        }
+        let data = *data;
+        self.receiving.data = None;
+        self.end_data(data);
+        true
+    }
+
+    fn end_data(&mut self, data: Data) {
+        let Some(key) = data.stream else { return };
+        let Some(stream) = self.store.get(key) else {
+            return;
+        };
+        if data.end_stream {
+            stream.recv = Half::Ended;
+            self.wakes.extend(stream.recv_waker.take());
+            self.settle(key);
+        } else {
+            // Padding was released without a reader.
+            self.mark_update(key);
+        }
+    }
+
+    /// Lists the stream's `WINDOW_UPDATE` if it is due.
+    pub(super) fn mark_update(&mut self, key: Key) {
+        let window = self.local_window;
+        let Some(stream) = self.store.get(key) else {
+            return;
+        };
+        let is_due = stream.recv == Half::Open
+            && stream.error.is_none()
+            && !stream.is_unread
+            && stream.recv_window.is_due(window);
+        if is_due && !stream.has_update {
+            stream.has_update = true;
+            self.updates.push(key);
+            self.has_work = true;
+            if self.updates.len() > 64 + 2 * self.store.len() {
+                let store = &mut self.store;
+                self.updates.retain(|key| store.get(*key).is_some());
+            }
+        }
+    }
+
+    // Header blocks (RFC 9113 sections 6.2 and 6.10).
+
+    fn receive_headers(&mut self, head: Head, payload: &[u8]) -> Result<(), Reason> {
+        if head.stream == 0 {
+            return Err(Reason::PROTOCOL_ERROR);
+        }
+        let fragment = frame::header_fragment(head, payload)?;
+        let end_stream = head.has(flag::END_STREAM);
+        if head.has(flag::END_HEADERS) {
+            return self.receive_block((head.stream, end_stream), fragment);
+        }
+        self.receiving.block = Some(Block {
+            stream: head.stream,
+            end_stream,
+            bytes: BytesMut::from(fragment),
+            frames: 1,
+        });
+        Ok(())
+    }
+
+    fn receive_continuation(&mut self, head: Head, payload: &[u8]) -> Result<(), Reason> {
+        let max_list = self.max_header_list();
+        let block = self
+            .receiving
+            .block
+            .as_mut()
+            .ok_or(Reason::PROTOCOL_ERROR)?;
+        block.frames += 1;
+        // A peer may encode fields in more bytes than they have, but no sensible one does.
+        if block.bytes.len() + payload.len() > max_list.saturating_mul(2)
+            || block.frames > MIN_BLOCK_FRAMES + max_list / MIN_BLOCK_FRAME
+        {
+            return Err(Reason::ENHANCE_YOUR_CALM);
+        }
+        block.bytes.extend_from_slice(payload);
+        if !head.has(flag::END_HEADERS) {
+            return Ok(());
+        }
+        let block = self.receiving.block.take().ok_or(Reason::PROTOCOL_ERROR)?;
+        self.receive_block((block.stream, block.end_stream), &block.bytes)
+    }
+
+    fn max_header_list(&self) -> usize {
+        let max = self.config.settings.max_header_list_size;
+        max.unwrap_or(DEFAULT_MAX_HEADER_LIST) as usize
+    }
+
+    fn receive_block(&mut self, (id, end_stream): (u32, bool), block: &[u8]) -> Result<(), Reason> {
+        let mut fields = Collected::new(self.max_header_list());
+        let decoded = self
+            .decoder
+            .decode(block, |field, size| fields.add(field, size));
+        let is_valid = match decoded {
+            Ok(()) => true,
+            Err(DecodeError::Malformed) => false,
+            Err(DecodeError::Compression) => return Err(Reason::COMPRESSION_ERROR),
+        };
+        if let Some(key) = self.store.find(id) {
+            if !is_valid {
+                return self.stream_error(id, Reason::PROTOCOL_ERROR);
+            }
+            return self.receive_message(key, end_stream, fields);
+        }
+        if !self.is_idle(id) {
+            return self.closed_stream_error(id);
+        }
+        if !self.config.is_server || id.is_multiple_of(2) {
+            return Err(Reason::PROTOCOL_ERROR);
+        }
+        self.last_remote = id;
+        // Streams behind the number of the last GOAWAY are not processed (RFC 9113 section 6.8).
+        if self.last_accepted.is_some_and(|last| id > last) {
+            return Ok(());
+        }
+        let max = self.config.settings.max_concurrent_streams;
+        if max.is_some_and(|max| self.open_remote >= max as usize) {
+            // RFC 9113 section 5.1.2.
+            return self.stream_error(id, Reason::REFUSED_STREAM);
+        }
+        if !is_valid {
+            return self.stream_error(id, Reason::PROTOCOL_ERROR);
+        }
+        self.receive_request(id, end_stream, fields)
+    }
+
+    fn receive_request(&mut self, id: u32, end: bool, fields: Collected) -> Result<(), Reason> {
+        let is_over_size = fields.is_over_size();
+        let allows_protocol = self.config.settings.enable_connect_protocol == Some(1);
+        let request = if is_over_size {
+            None
+        } else {
+            Some(fields.into_request(allows_protocol))
+        };
+        if let Some(Err(_)) = request {
+            return self.stream_error(id, Reason::PROTOCOL_ERROR);
+        }
+        let (send, recv) = (
+            SendWindow::new(self.peer.window),
+            RecvWindow::new(self.local_window),
+        );
+        let mut stream = Stream::new(id, false, send, recv);
+        stream.recv = if end { Half::Ended } else { Half::Open };
+        stream.is_counted = true;
+        stream.is_unaccepted = !is_over_size;
+        self.open_remote += 1;
+        let key = self.store.insert(stream);
+        match request {
+            Some(Ok(request)) => self.accept.push_back((key, request)),
+            // RFC 9113 section 10.5.1.
+            _ => self.refuse_large_head(key),
+        }
+        Ok(())
+    }
+
+    /// Answers a head that is too large, and then resets the stream.
+    fn refuse_large_head(&mut self, key: Key) {
+        let mut response = Response::new(());
+        *response.status_mut() = StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE;
+        let (encoder, max_frame) = (&mut self.encoder, self.peer.max_frame);
+        frame::put_block(&mut self.heads, (key.id, true), max_frame, |block| {
+            message::put_response(encoder, &response, block);
+        });
+        if let Some(stream) = self.store.get(key) {
+            (stream.send, stream.end_sent) = (Half::Ended, true);
+        }
+        self.reset(key, Reason::REFUSED_STREAM, Initiator::Engine);
+        self.settle(key);
+    }
+
+    /// Receives a response, an interim response or trailers.
+    fn receive_message(&mut self, key: Key, end: bool, fields: Collected) -> Result<(), Reason> {
+        let Some(stream) = self.store.get(key) else {
+            return Ok(());
+        };
+        if stream.is_waiting {
+            return Err(Reason::PROTOCOL_ERROR);
+        }
+        if stream.recv == Half::Ended {
+            return self.stream_error(key.id, Reason::STREAM_CLOSED);
+        }
+        if fields.is_over_size() {
+            return self.stream_error(key.id, Reason::REFUSED_STREAM);
+        }
+        let accepted = if stream.recv == Half::AwaitingHead {
+            receive_response(stream, end, fields)
+        } else {
+            receive_trailers(stream, end, fields)
+        };
+        if let Err(reason) = accepted {
+            return self.stream_error(key.id, reason);
+        }
+        self.wakes.extend(stream.recv_waker.take());
+        self.settle(key);
+        Ok(())
+    }
+
+    // The other frames.
+
+    fn receive_priority(&mut self, head: Head) -> Result<(), Reason> {
+        if head.stream == 0 {
+            return Err(Reason::PROTOCOL_ERROR);
+        }
+        if head.length == 5 {
+            return Ok(());
+        }
+        // RFC 9113 section 6.3. An idle stream cannot be reset.
+        if self.is_idle(head.stream) {
+            return Err(Reason::FRAME_SIZE_ERROR);
+        }
+        self.stream_error(head.stream, Reason::FRAME_SIZE_ERROR)
+    }
+
+    fn receive_reset(&mut self, head: Head, payload: &[u8]) -> Result<(), Reason> {
+        let reason = Reason::from(frame::parse_u32(payload)?);
+        if head.stream == 0 || self.is_idle(head.stream) {
+            return Err(Reason::PROTOCOL_ERROR);
+        }
+        let key = self.store.find(head.stream);
+        let Some(stream) = key.and_then(|key| self.store.get(key)) else {
+            return Ok(());
+        };
+        stream.error = Some(Error::reset(reason, Initiator::Remote));
+        stream.clear_send_queue();
+        stream.wake_all(&mut self.wakes);
+        if stream.is_unaccepted {
+            self.unaccepted_resets += 1;
+            if self.unaccepted_resets > self.config.max_unaccepted_resets {
+                return Err(Reason::ENHANCE_YOUR_CALM);
+            }
+        }
+        if let Some(key) = key {
+            self.settle(key);
+        }
+        Ok(())
+    }
+
+    fn receive_settings(&mut self, head: Head, payload: &[u8]) -> Result<(), Reason> {
+        if head.stream != 0 {
+            return Err(Reason::PROTOCOL_ERROR);
+        }
+        if !head.has(flag::ACK) {
+            return self.apply_peer_settings(&Settings::parse(payload)?);
+        }
+        if !payload.is_empty() {
+            return Err(Reason::FRAME_SIZE_ERROR);
+        }
+        self.apply_local_settings()
+    }
+
+    fn receive_ping(&mut self, head: Head, payload: &[u8]) -> Result<(), Reason> {
+        if head.stream != 0 {
+            return Err(Reason::PROTOCOL_ERROR);
+        }
+        if payload.len() != 8 {
+            return Err(Reason::FRAME_SIZE_ERROR);
+        }
+        if head.has(flag::ACK) {
+            self.receive_pong(payload);
+        } else {
+            self.put_pong(payload);
+        }
+        Ok(())
+    }
+
+    fn receive_go_away(&mut self, head: Head, payload: &[u8]) -> Result<(), Reason> {
+        if head.stream != 0 {
+            return Err(Reason::PROTOCOL_ERROR);
+        }
+        let (last, reason, text) = frame::parse_go_away(payload)?;
+        let text = Bytes::copy_from_slice(text);
+        self.peer_leaves(last, Error::go_away(reason, Initiator::Remote, text));
+        Ok(())
+    }
+
+    /// RFC 9113 section 6.9.
+    fn receive_window_update(&mut self, head: Head, payload: &[u8]) -> Result<(), Reason> {
+        let by = frame::parse_increment(payload)?;
+        debug_assert!(by <= MAX_WINDOW);
+        if head.stream == 0 {
+            if by == 0 {
+                return Err(Reason::PROTOCOL_ERROR);
+            }
+            if !self.send_window.change(i64::from(by)) {
+                return Err(Reason::FLOW_CONTROL_ERROR);
+            }
+            (self.schedule).unblock(self.send_window.size(), &mut self.store);
+            return Ok(());
+        }
+        if self.is_idle(head.stream) {
+            return Err(Reason::PROTOCOL_ERROR);
+        }
+        let key = self.store.find(head.stream);
+        let Some((key, stream)) = key.and_then(|key| Some((key, self.store.get(key)?))) else {
+            return Ok(());
+        };
+        if by == 0 {
+            return self.stream_error(head.stream, Reason::PROTOCOL_ERROR);
+        }
+        if !stream.send_window.change(i64::from(by)) {
+            return self.stream_error(head.stream, Reason::FLOW_CONTROL_ERROR);
+        }
+        stream.wake_sender(&mut self.wakes);
+        self.schedule.add(key, stream);
+        Ok(())
+    }
+}
+
+fn receive_response(stream: &mut Stream, end: bool, fields: Collected) -> Result<(), Reason> {
+    let response = fields.into_response().map_err(|_| Reason::PROTOCOL_ERROR)?;
+    if response.status().is_informational() {
+        if end {
+            return Err(Reason::PROTOCOL_ERROR);
+        }
+        if stream.interim.len() >= MAX_INTERIM {
+            return Err(Reason::ENHANCE_YOUR_CALM);
+        }
+        stream.interim.push(response);
+        return Ok(());
+    }
+    stream.response = Some(Box::new(response));
+    stream.recv = if end { Half::Ended } else { Half::Open };
+    Ok(())
+}
+
+fn receive_trailers(stream: &mut Stream, end: bool, fields: Collected) -> Result<(), Reason> {
+    if !end {
+        return Err(Reason::PROTOCOL_ERROR);
+    }
+    let trailers = fields.into_trailers().map_err(|_| Reason::PROTOCOL_ERROR)?;
+    if !stream.is_unread {
+        stream.trailers = Some(Box::new(trailers));
+    }
+    stream.recv = Half::Ended;
+    Ok(())
+}

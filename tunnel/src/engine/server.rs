@@ -1,0 +1,289 @@
+//! Server role: accepts streams.
+
+use super::{
+    connection::Config,
+    error::{Error, Reason},
+    flow::MAX_WINDOW,
+    frame,
+    handle::{RecvStream, SendStream, StreamId, StreamRef, gone, poll_reset},
+    io::Driver,
+    message,
+    streams::Half,
+};
+use bytes::Bytes;
+use http::{Request, Response};
+use std::{
+    fmt,
+    future::Future,
+    io,
+    marker::PhantomData,
+    pin::Pin,
+    task::{Context, Poll},
+};
+use tokio::io::{AsyncRead, AsyncWrite};
+
+/// Configuration of a server's connection.
+#[derive(Clone, Debug)]
+pub struct Builder(Config);
+
+impl Builder {
+    /// Creates the default configuration.
+    pub fn new() -> Self {
+        Self(Config::new(true))
+    }
+
+    /// Sets the window of each stream, in bytes.
+    pub fn initial_window_size(&mut self, size: u32) -> &mut Self {
+        self.0.settings.initial_window_size = Some(size.min(MAX_WINDOW));
+        self
+    }
+
+    /// Sets the window of the connection, in bytes.
+    pub fn initial_connection_window_size(&mut self, size: u32) -> &mut Self {
+        self.0.connection_window = size.min(MAX_WINDOW);
+        self
+    }
+
+    /// Sets the largest frame that is accepted, in bytes.
+    pub fn max_frame_size(&mut self, size: u32) -> &mut Self {
+        self.0.settings.max_frame_size = Some(size.clamp(1 << 14, (1 << 24) - 1));
+        self
+    }
+
+    /// Sets the largest header list that is accepted, in bytes.
+    pub fn max_header_list_size(&mut self, size: u32) -> &mut Self {
+        self.0.settings.max_header_list_size = Some(size);
+        self
+    }
+
+    /// Sets the number of streams that the peer may have open.
+    pub fn max_concurrent_streams(&mut self, max: u32) -> &mut Self {
+        self.0.settings.max_concurrent_streams = Some(max);
+        self
+    }
+
+    /// Sets the number of streams reset by this end whose late frames are ignored.
+    pub fn max_concurrent_reset_streams(&mut self, max: usize) -> &mut Self {
+        self.0.max_remembered_resets = max;
+        self
+    }
+
+    /// Sets the number of streams that the peer may reset before they are accepted.
+    pub fn max_pending_accept_reset_streams(&mut self, max: usize) -> &mut Self {
+        self.0.max_unaccepted_resets = max;
+        self
+    }
+
+    /// Sets the number of streams that the peer may make this end reset.
+    pub fn max_local_error_reset_streams(&mut self, max: Option<usize>) -> &mut Self {
+        self.0.max_error_resets = max;
+        self
+    }
+
+    /// Does nothing: small frames are joined, so they need no budget.
+    pub fn data_frame_budget(&mut self, _budget: usize) -> &mut Self {
+        self
+    }
+
+    /// Announces extended CONNECT (RFC 8441).
+    pub fn enable_connect_protocol(&mut self) -> &mut Self {
+        self.0.settings.enable_connect_protocol = Some(1);
+        self
+    }
+
+    /// Begins HTTP/2 on a transport. The future is ready when the client's preface has arrived.
+    pub fn handshake<S, B>(&self, io: S) -> Handshake<S, B>
+    where
+        S: AsyncRead + AsyncWrite + Unpin,
+    {
+        Handshake(Some(Connection {
+            driver: Driver::new(io, self.0.clone()),
+            _data: PhantomData,
+        }))
+    }
+}
+
+impl Default for Builder {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Begins HTTP/2 with the default configuration.
+pub fn handshake<S>(io: S) -> Handshake<S, Bytes>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    Builder::new().handshake(io)
+}
+
+/// Future that returns a connection once the client's preface has arrived.
+#[derive(Debug)]
+#[must_use = "futures do nothing unless polled"]
+pub struct Handshake<S, B = Bytes>(Option<Connection<S, B>>);
+
+impl<S: AsyncRead + AsyncWrite + Unpin, B> Future for Handshake<S, B> {
+    type Output = Result<Connection<S, B>, Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(connection) = &mut self.0 else {
+            return Poll::Ready(Err(Error::user("the future is complete")));
+        };
+        if let Poll::Ready(result) = connection.driver.poll(cx) {
+            result?;
+            let text = "the connection was closed before its preface";
+            let error = io::Error::new(io::ErrorKind::UnexpectedEof, text);
+            return Poll::Ready(Err(Error::io(error)));
+        }
+        if !connection.driver.shared().lock().receiving.has_preface() {
+            return Poll::Pending;
+        }
+        Poll::Ready(self.0.take().ok_or_else(gone))
+    }
+}
+
+/// A server's connection.
+pub struct Connection<S, B = Bytes> {
+    driver: Driver<S>,
+    _data: PhantomData<fn(B)>,
+}
+
+impl<S, B> fmt::Debug for Connection<S, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("server::Connection")
+    }
+}
+
+/// A request with its receiving half, and the handle for its response.
+pub type Accepted<B> = (Request<RecvStream>, SendResponse<B>);
+
+impl<S, B> Connection<S, B> {
+    /// Changes the window of all streams by SETTINGS.
+    ///
+    /// # Errors
+    /// If the peer has not acknowledged earlier SETTINGS.
+    pub fn set_initial_window_size(&mut self, size: u32) -> Result<(), Error> {
+        self.driver.with(|state| state.set_window(size))
+    }
+
+    /// Begins the end (RFC 9113 section 6.8): a GOAWAY that still accepts streams, one that names the last stream a round trip
+    /// later, and the end once all streams have ended.
+    pub fn graceful_shutdown(&mut self) {
+        self.driver.with(super::connection::State::shut_down);
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin, B> Connection<S, B> {
+    /// Moves the connection, and returns the next request. `None` when the connection has ended.
+    pub fn poll_accept(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Accepted<B>, Error>>> {
+        if let Poll::Ready(result) = self.driver.poll(cx) {
+            return Poll::Ready(result.err().map(Err));
+        }
+        if !self.driver.has_requests {
+            return Poll::Pending;
+        }
+        let Some((key, request)) = self.driver.with(super::connection::State::next_request) else {
+            return Poll::Pending;
+        };
+        let handle = || StreamRef {
+            shared: self.driver.shared().clone(),
+            key,
+        };
+        let respond = SendResponse {
+            stream: handle(),
+            _data: PhantomData,
+        };
+        let request = request.map(|()| RecvStream::new(handle()));
+        Poll::Ready(Some(Ok((request, respond))))
+    }
+
+    /// Returns the next request, see [`Connection::poll_accept`].
+    pub async fn accept(&mut self) -> Option<Result<Accepted<B>, Error>> {
+        std::future::poll_fn(|cx| self.poll_accept(cx)).await
+    }
+}
+
+/// Handle for the response on a stream.
+#[derive(Debug)]
+pub struct SendResponse<B = Bytes> {
+    stream: StreamRef,
+    _data: PhantomData<fn(B)>,
+}
+
+impl<B> SendResponse<B> {
+    /// Sends the head of the response. With `end_of_stream` nothing follows.
+    ///
+    /// # Errors
+    /// If the stream was reset, a response was sent already, or the head is malformed.
+    #[expect(clippy::needless_pass_by_value, reason = "the interface of h2")]
+    pub fn send_response(
+        &mut self,
+        response: Response<()>,
+        end_of_stream: bool,
+    ) -> Result<SendStream<B>, Error> {
+        self.send_head(&response, true, end_of_stream)?;
+        Ok(SendStream::new(StreamRef {
+            shared: self.stream.shared.clone(),
+            key: self.stream.key,
+        }))
+    }
+
+    /// Sends an interim response (RFC 9110 section 15.2).
+    ///
+    /// # Errors
+    /// As [`SendResponse::send_response`].
+    #[expect(clippy::needless_pass_by_value, reason = "the interface of h2")]
+    pub fn send_informational(&mut self, response: Response<()>) -> Result<(), Error> {
+        if !response.status().is_informational() {
+            return Err(Error::user("the response is not an interim one"));
+        }
+        self.send_head(&response, false, false)
+    }
+
+    fn send_head(&self, response: &Response<()>, is_final: bool, end: bool) -> Result<(), Error> {
+        if message::has_forbidden_field(response.headers()) {
+            return Err(Error::user("the response's head is malformed"));
+        }
+        let key = self.stream.key;
+        self.stream.shared.with(|state| {
+            let stream = state.store.get(key).ok_or_else(gone)?;
+            if let Some(error) = &stream.error {
+                return Err(error.clone());
+            }
+            if stream.send != Half::AwaitingHead {
+                return Err(Error::user("the response was sent already"));
+            }
+            if is_final {
+                stream.handles += 1;
+                stream.send = if end { Half::Ended } else { Half::Open };
+                stream.end_sent = end;
+            }
+            let (encoder, max_frame) = (&mut state.encoder, state.peer.max_frame);
+            frame::put_block(&mut state.heads, (key.id, end), max_frame, |block| {
+                message::put_response(encoder, response, block);
+            });
+            state.has_work = true;
+            state.settle(key);
+            Ok(())
+        })
+    }
+
+    /// Waits for a reset, and returns its code, or the error by which the connection ended.
+    pub fn poll_reset(&mut self, cx: &mut Context<'_>) -> Poll<Result<Reason, Error>> {
+        poll_reset(&self.stream, cx)
+    }
+
+    /// Resets the stream.
+    pub fn send_reset(&mut self, reason: Reason) {
+        let key = self.stream.key;
+        (self.stream.shared).with(|state| state.reset(key, reason, super::error::Initiator::User));
+    }
+
+    /// Returns the stream's number.
+    pub fn stream_id(&self) -> StreamId {
+        self.stream.id()
+    }
+}

@@ -1,0 +1,236 @@
+//! Floods and stalls: what a peer can make this end do and keep is bounded.
+
+use super::{
+    super::{
+        error::Reason,
+        frame::{flag, kind},
+        message,
+    },
+    raw::{Peer, Verdict, data, frame, headers, request, reset, settings},
+};
+use Verdict::{Accepted, Connection, Stream};
+
+const CALM: Verdict = Connection(Reason::ENHANCE_YOUR_CALM);
+
+#[test]
+fn unread_answers_to_control_frames_are_limited() {
+    let ping = frame(kind::PING, 0, 0, &[0; 8]);
+    let floods = [(ping.clone(), 1_000), (settings(&[]), 100)];
+    for (bytes, limit) in floods {
+        let mut peer = Peer::of_server(|_| {});
+        for _ in 0..limit {
+            peer.feed(&bytes);
+        }
+        assert!(peer.state.end.is_none());
+        peer.feed(&bytes);
+        assert_eq!(peer.verdict(&[]), CALM);
+    }
+    // A peer that reads may ask as often as it likes.
+    let mut peer = Peer::of_server(|_| {});
+    for _ in 0..5_000 {
+        assert_eq!(peer.verdict(std::slice::from_ref(&ping)), Accepted);
+    }
+}
+
+#[test]
+fn rapid_resets_end_the_connection() {
+    let mut peer = Peer::of_server(|config| config.max_unaccepted_resets = 20);
+    for index in 0..21 {
+        let id = index * 2 + 1;
+        assert_eq!(
+            peer.verdict(&[request(id, true, &[]), reset(id, Reason::CANCEL)]),
+            if index < 20 { Accepted } else { CALM }
+        );
+    }
+    // Streams that were accepted do not count, and those that were reset are not given to the user.
+    let mut peer = Peer::of_server(|config| config.max_unaccepted_resets = 20);
+    for index in 0..1_000 {
+        let id = index * 2 + 1;
+        peer.feed(&request(id, true, &[]));
+        if index % 2 == 0 {
+            let (key, _) = peer.state.next_request().unwrap();
+            assert_eq!(peer.verdict(&[reset(id, Reason::CANCEL)]), Accepted);
+            peer.state.drop_handle(key);
+            peer.state.drop_handle(key);
+        } else {
+            assert_eq!(peer.verdict(&[reset(id, Reason::CANCEL)]), Accepted);
+            assert!(peer.state.next_request().is_none());
+        }
+        assert_eq!(peer.state.store.len(), 0);
+    }
+}
+
+#[test]
+fn a_peer_cannot_make_this_end_reset_streams_without_limit() {
+    let mut peer = Peer::of_server(|config| config.max_error_resets = Some(30));
+    for index in 0..30 {
+        let id = index * 2 + 1;
+        let bad = request(id, true, &[("connection", "x")]);
+        assert_eq!(peer.verdict(&[bad]), Stream(id, Reason::PROTOCOL_ERROR));
+    }
+    assert_eq!(
+        peer.verdict(&[request(61, true, &[("connection", "x")])]),
+        CALM
+    );
+    // Nor while it does not read.
+    let mut peer = Peer::of_server(|config| config.max_error_resets = None);
+    for index in 0..=20_000 {
+        assert!(peer.state.end.is_none());
+        peer.feed(&request(index * 2 + 1, true, &[("connection", "x")]));
+    }
+    assert_eq!(peer.verdict(&[]), CALM);
+}
+
+#[test]
+fn floods_of_continuation_end_the_connection() {
+    for payload in [&[][..], &[0; 1_000]] {
+        let mut peer = Peer::of_server(|config| {
+            config.settings.max_header_list_size = Some(100_000);
+        });
+        peer.feed(&frame(kind::HEADERS, 0, 1, &[]));
+        let more = frame(kind::CONTINUATION, 0, 1, payload);
+        let count = (0..10_000).take_while(|_| {
+            peer.feed(&more);
+            peer.state.end.is_none()
+        });
+        assert!(count.count() < 300);
+        assert_eq!(peer.verdict(&[]), CALM);
+    }
+}
+
+#[test]
+fn empty_data_frames_are_limited() {
+    let mut peer = Peer::of_server(|_| {});
+    peer.feed(&request(1, false, &[]));
+    let empty = data(1, false, &[]);
+    for _ in 0..10_000 {
+        peer.feed(&empty);
+    }
+    assert!(peer.state.end.is_none());
+    peer.feed(&empty);
+    assert_eq!(peer.verdict(&[]), CALM);
+}
+
+#[test]
+fn large_heads_are_refused() {
+    let value = "x".repeat(100);
+    let large = [("a", &value[..]), ("b", &value)];
+    let small_limit = |peer: &mut Peer| {
+        peer.state.config.settings.max_header_list_size = Some(300);
+    };
+    let mut peer = Peer::of_server(|_| {});
+    small_limit(&mut peer);
+    peer.feed(&request(1, false, &large));
+    let frames = peer.take();
+    let kinds: Vec<_> = frames
+        .iter()
+        .map(|frame| (frame.kind, frame.flags))
+        .collect();
+    let end = flag::END_HEADERS | flag::END_STREAM;
+    assert_eq!(kinds, [(kind::HEADERS, end), (kind::RST_STREAM, 0)]);
+    assert_eq!(peer.state.store.len(), 0);
+    assert_eq!(
+        peer.verdict(&[request(3, true, &[])]),
+        Accepted,
+        "the table is still right"
+    );
+
+    let mut peer = Peer::of_client();
+    small_limit(&mut peer);
+    let head = http::Request::get("http://a/").body(()).unwrap();
+    peer.state.send_request(head, true).unwrap();
+    let response = headers(1, true, &[&[(":status", "200")][..], &large].concat());
+    assert_eq!(peer.verdict(&[response]), Stream(1, Reason::REFUSED_STREAM));
+}
+
+#[test]
+fn unread_frames_cost_their_bytes_and_no_more() {
+    let mut peer = Peer::of_server(|_| {});
+    peer.feed(&request(1, false, &[]));
+    let (key, _) = peer.state.next_request().unwrap();
+    let byte = data(1, false, b"x");
+    for _ in 0..60_000 {
+        peer.feed(&byte);
+    }
+    let stream = peer.state.store.get(key).unwrap();
+    assert_eq!(stream.in_flight, 60_000);
+    assert!(stream.used() < 3 * 60_000, "{}", stream.used());
+}
+
+#[test]
+fn a_shared_read_buffer_counts_once_for_each_stream() {
+    let mut peer = Peer::of_server(|_| {});
+    let keys = [1, 3].map(|id| {
+        peer.feed(&request(id, false, &[]));
+        peer.state.next_request().unwrap().0
+    });
+    let frames = [
+        data(1, false, &[1; 5_000]),
+        data(3, false, &[3; 5_000]),
+        data(1, false, &[1; 5_000]),
+    ];
+    let mut read = bytes::BytesMut::from(&frames.concat()[..]);
+    let capacity = read.capacity();
+    peer.state.receive(&mut read, (7, capacity));
+    for key in keys {
+        let stream = peer.state.store.get(key).unwrap();
+        assert!(stream.used() >= capacity && stream.used() < capacity + 1_000);
+        while stream.body.pop().is_some() {}
+        assert_eq!(stream.used(), stream.in_flight);
+    }
+}
+
+#[test]
+fn responses_that_the_peer_does_not_read_are_bounded() {
+    let mut peer = Peer::of_server(|config| config.settings.max_concurrent_streams = Some(100));
+    let mut response = http::Response::new(());
+    let value = http::HeaderValue::from_str(&"x".repeat(1_000)).unwrap();
+    response.headers_mut().insert("etag", value);
+    let mut refused = false;
+    for index in 0..10_000 {
+        let id = index * 2 + 1;
+        peer.feed(&request(id, true, &[]));
+        if let Some((key, _)) = peer.state.next_request() {
+            let encoder = &mut peer.state.encoder;
+            super::super::frame::put_block(&mut peer.state.heads, (id, true), 16_384, |block| {
+                message::put_response(encoder, &response, block);
+            });
+            let stream = peer.state.store.get(key).unwrap();
+            stream.send = super::super::streams::Half::Ended;
+            stream.end_sent = true;
+            peer.state.settle(key);
+            peer.state.drop_handle(key);
+            peer.state.drop_handle(key);
+        } else {
+            refused = true;
+        }
+    }
+    assert!(
+        refused && peer.state.heads.len() < 600 << 10,
+        "{}",
+        peer.state.heads.len()
+    );
+    assert!(peer.state.store.len() <= 100);
+}
+
+#[test]
+fn streams_that_end_while_they_wait_to_send_leave_no_entries() {
+    let mut peer = Peer::of_server(|_| {});
+    peer.feed(&request(1, true, &[]));
+    for index in 1..5_000 {
+        let id = index * 2 + 1;
+        peer.feed(&request(id, true, &[]));
+        while let Some((key, _)) = peer.state.next_request() {
+            let state = &mut peer.state;
+            let stream = state.store.get(key).unwrap();
+            stream.send = super::super::streams::Half::Open;
+            stream.queue.push_back(bytes::Bytes::from_static(b"x"));
+            stream.queued = 1;
+            state.schedule.add(key, stream);
+            peer.feed(&reset(key.id, Reason::CANCEL));
+            peer.state.drop_handle(key);
+            peer.state.drop_handle(key);
+        }
+    }
+    assert!(peer.state.schedule.len() < 200);
+}
