@@ -7,9 +7,9 @@ mod buffer_monitor;
 mod driver;
 mod window_grant;
 
-pub use driver::{ConnectionDriver, connect};
 #[cfg(feature = "engine")]
 use crate::engine as h2;
+pub use driver::{ConnectionDriver, connect};
 use window_grant::WindowGrant;
 
 use crate::{

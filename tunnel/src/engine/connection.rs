@@ -97,7 +97,7 @@ impl Shared {
     }
 }
 
-/// What is known of the peer by its SETTINGS.
+/// Settings of the peer.
 #[derive(Debug)]
 pub(super) struct Peer {
     pub(super) has_settings: bool,

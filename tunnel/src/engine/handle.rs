@@ -58,7 +58,7 @@ pub(super) fn gone() -> Error {
     Error::user("the stream is gone")
 }
 
-/// What follows data that is queued.
+/// Frame that follows queued data.
 enum Next {
     More,
     End,

@@ -157,7 +157,7 @@ impl Outgoing {
     }
 }
 
-/// What a poll for reading found.
+/// Result of a poll for reading.
 enum Incoming {
     /// Nothing more is there now; the task is woken when something comes.
     Pending,
@@ -167,7 +167,7 @@ enum Incoming {
     End(Option<io::Error>),
 }
 
-/// What a turn of the state machine left.
+/// Result of a turn of the state machine.
 #[derive(Default)]
 struct Turn {
     has_more: bool,

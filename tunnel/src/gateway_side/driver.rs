@@ -5,13 +5,13 @@
 //! frame could hang for ever. h2 does not report the acknowledgement of SETTINGS, but refuses new SETTINGS until then. While
 //! an acknowledgement may be missing, the driver sends SETTINGS that change nothing as the next probe.
 
-#[cfg(feature = "engine")]
-use crate::engine as h2;
 use super::{
     GatewaySideConfig, Inner, Tunnel,
     buffer_monitor::{self, BufferMonitor},
     window_grant::GrantBackoff,
 };
+#[cfg(feature = "engine")]
+use crate::engine as h2;
 use crate::{
     cork::Cork,
     error::TunnelEnd,

@@ -13,7 +13,7 @@ use std::{
 };
 use tokio::io::DuplexStream;
 
-/// What one end sends on a stream.
+/// Messages that one end sends on a stream.
 #[derive(Clone, Debug)]
 struct Body {
     chunks: Vec<usize>,
@@ -119,7 +119,7 @@ enum End {
     Lost(String),
 }
 
-/// What one end has received on a stream.
+/// Messages that one end has received on a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Received {
     interim: usize,

@@ -17,7 +17,7 @@ pub(super) struct Frame {
     pub(super) payload: Bytes,
 }
 
-/// What follows from frames of the peer.
+/// Consequence of the peer's frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// Neither a reset nor an end.
