@@ -314,7 +314,7 @@ struct Entry {
 
 /// Result of a search. An index of 0 means that there is no such entry.
 #[derive(Default)]
-struct Found {
+struct TableMatch {
     /// Index of the entry with this name and value.
     index: usize,
     /// Index of the newest entry with this name.
@@ -334,8 +334,8 @@ impl Table {
         }
     }
 
-    fn find(&self, name: &FieldName<'_>, value: &[u8]) -> Found {
-        let mut found = Found::default();
+    fn find(&self, name: &FieldName<'_>, value: &[u8]) -> TableMatch {
+        let mut found = TableMatch::default();
         let mut number = self.chains[chain(name.key)];
         while let Some((position, entry)) = self.entry(number) {
             number = entry.older;
