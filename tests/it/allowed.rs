@@ -3,6 +3,8 @@
 //! All tests have the same nodes, policy and rules of egress. A row names the subject, the destination, and the exact
 //! outcome.
 
+mod pods;
+
 use crate::{
     laptop::{command, opened},
     server_names::{self, RESET, UNRECOGNIZED, client_hello, server_name_extension},
@@ -356,9 +358,14 @@ const FORMS: [&str; 4] = [
 ];
 
 impl Site {
-    /// Sends a request in this form to the `connect` listener. Returns `connected` for an accepted CONNECT.
-    async fn through_connect(&self, who: &str, form: &str, destination: &str) -> String {
-        let client = self.client("proxy", who);
+    /// Sends a request in this form to a `connect` listener. Returns `connected` for an accepted CONNECT.
+    async fn through_connect(
+        &self,
+        (listener, who): (&str, &str),
+        form: &str,
+        destination: &str,
+    ) -> String {
+        let client = self.client(listener, who);
         if form.ends_with("HTTP/2") {
             return self.through_http2(client, (who, form), destination).await;
         }
@@ -450,13 +457,77 @@ async fn nodes_and_services_at_a_connect_listener() {
     ] {
         let destination = site.destination(destination);
         for form in FORMS {
-            let found = site.through_connect(who, form, &destination).await;
+            let found = site
+                .through_connect(("proxy", who), form, &destination)
+                .await;
             let expected = if form.starts_with("CONNECT") {
                 connect
             } else {
                 absolute
             };
             assert_eq!(found, expected, "{who} to {destination} by {form}");
+        }
+    }
+}
+
+/// Starts the gateway with two `connect` listeners without TLS, of which `open` serves clients without a credential.
+async fn site_without_tls() -> Site {
+    let build = World::build();
+    let plain = |listener: Listener| Listener {
+        plaintext_networks: vec!["127.0.0.1/32".parse().unwrap()],
+        ..with_tokens(&build, listener)
+    };
+    let closed = plain(listener("closed", ListenerProtocol::Connect));
+    let open = plain(anonymous("open", ListenerProtocol::Connect));
+    Box::pin(Site::start(build.listener(closed).listener(open))).await
+}
+
+/// Listener, client, destination, and the outcomes of a CONNECT and of a request in absolute form.
+#[rustfmt::skip]
+const PLAIN_ROWS: [(&str, &str, &str, [&str; 2]); 21] = [
+    // Only GET is allowed: a session could carry any method.
+    ("closed", "robot", "edge-1:9100", ["403 forbidden", "edge-1"]),
+    ("closed", "robot", "edge-2:9100", ["403 forbidden", "edge-2"]),
+    ("closed", "robot", "edge-1:9200", ["403 forbidden", "403 forbidden"]),
+    ("closed", "robot", "edge-3:9100", ["403 forbidden", "403 forbidden"]),
+    ("closed", "robot", "edge-9:9100", ["404 node_unknown", "404 node_unknown"]),
+    ("closed", "robot", "169.254.169.254:80", ["404 node_unknown", "404 node_unknown"]),
+    ("closed", "robot", "printer.edge-1:SERVICE", ["403 forbidden", "403 forbidden"]),
+    // Without TLS no client can show its certificate.
+    ("closed", "team-a", "edge-1:9100", ["407 unauthenticated", "407 unauthenticated"]),
+    ("closed", "anonymous", "edge-3:9100", ["407 unauthenticated", "407 unauthenticated"]),
+    ("closed", "anonymous", "edge-9:9100", ["407 unauthenticated", "407 unauthenticated"]),
+    ("closed", "intruder", "edge-3:9100", ["407 unauthenticated", "407 unauthenticated"]),
+    ("open", "anonymous", "edge-3:9100", ["connected", "edge-3"]),
+    ("open", "anonymous", "edge-3:9200", ["connected", "403 edge_policy"]),
+    ("open", "anonymous", "edge-3:9101", ["403 forbidden", "403 forbidden"]),
+    ("open", "anonymous", "edge-1:9100", ["403 forbidden", "403 forbidden"]),
+    ("open", "anonymous", "camera.edge-3:SERVICE", ["connected", "behind"]),
+    ("open", "anonymous", "printer.edge-3:SERVICE", ["403 forbidden", "403 forbidden"]),
+    ("open", "team-a", "edge-1:9100", ["403 forbidden", "403 forbidden"]),
+    ("open", "robot", "edge-1:9100", ["403 forbidden", "edge-1"]),
+    ("open", "robot", "edge-3:9100", ["403 forbidden", "403 forbidden"]),
+    ("open", "intruder", "edge-3:9100", ["407 unauthenticated", "407 unauthenticated"]),
+];
+
+#[tokio::test]
+async fn nodes_and_services_at_connect_listeners_without_tls() {
+    let site = Box::pin(site_without_tls()).await;
+    for (listener, who, destination, [connect, absolute]) in PLAIN_ROWS {
+        let destination = site.destination(destination);
+        for form in FORMS {
+            let found = site
+                .through_connect((listener, who), form, &destination)
+                .await;
+            let expected = if form.starts_with("CONNECT") {
+                connect
+            } else {
+                absolute
+            };
+            assert_eq!(
+                found, expected,
+                "{who} to {destination} by {form} at {listener}"
+            );
         }
     }
 }

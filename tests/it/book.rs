@@ -23,19 +23,10 @@ const ELSEWHERE: &[Row] = &[
     ("README.md", "docker compose", ".ci/containers image"),
     ("README.md", "kubectl apply", "tests/kube/deploy/commands.rs"),
     ("docs/howto/dns.md", "kubectl apply", "tests/kube/book.rs"),
-    ("docs/howto/edge-clusters.md", "--pool mill", "tests/kube/site_api.rs"),
-    ("docs/howto/edge-clusters.md", "kubectl --server", "tests/kube/site_api.rs"),
     ("docs/howto/egress-selector.md", "egress-config", "tests/kube/book.rs"),
     ("docs/howto/kubernetes-tokens.md", "kubectl apply", "tests/kube/book.rs"),
     ("docs/howto/install.md", "packaging/build arm64", "packaging/test-cross"),
     ("docs/howto/install.md", "docker build", ".ci/containers arm64"),
-    ("docs/howto/laptop.md", "causeway login", "tests/it/laptop.rs"),
-    ("docs/howto/laptop.md", "causeway nodes", "tests/it/laptop.rs"),
-    ("docs/howto/laptop.md", "causeway ssh root@edge-1", "tests/it/laptop_apps.rs"),
-    ("docs/howto/laptop.md", "causeway ssh-config", "tests/it/laptop_apps.rs"),
-    ("docs/howto/laptop.md", "causeway forward", "tests/it/laptop.rs"),
-    ("docs/howto/laptop.md", "causeway proxy", "tests/it/laptop.rs"),
-    ("docs/howto/laptop.md", "kubectl-causeway", "tests/it/laptop.rs"),
     ("docs/howto/port-lists.md", "patch configmap", "tests/kube/book.rs"),
     ("docs/tutorials/cluster.md", "rbac.yaml", "tests/kube/book.rs"),
     ("docs/tutorials/cluster.md", "kubectl label", "tests/kube/book.rs"),
@@ -109,7 +100,7 @@ macro_rules! run {
         $(
             #[tokio::test]
             async fn $test() {
-                need!("mounts", netns::NEED, "curl", "openssl", "kubectl", "nft", "etcd");
+                need!("mounts", netns::NEED, "curl", "openssl", "kubectl", "nft", "etcd", "sshd");
                 let mut page = Page::open($page).await;
                 scenes::$test(&mut page).await;
                 page.close();
@@ -121,11 +112,13 @@ macro_rules! run {
 run! {
     "README.md": readme;
     "docs/howto/company-ca.md": company_ca;
+    "docs/howto/edge-clusters.md": edge_clusters;
     "docs/howto/enrol-nodes.md": enrol_nodes;
     "docs/howto/external-ca.md": external_ca;
     "docs/howto/forwarding-headers.md": forwarding_headers;
     "docs/howto/install.md": install;
     "docs/howto/jwt.md": jwt;
+    "docs/howto/laptop.md": laptop;
     "docs/howto/listeners.md": listeners;
     "docs/howto/monitor.md": monitor;
     "docs/howto/policy.md": policy;

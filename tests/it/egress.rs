@@ -4,11 +4,13 @@ mod otlp;
 
 use crate::world::{
     World,
-    app::{App, Script},
+    app::{App, Script, answer},
+    authority::Authority,
     client::{Client, ListenerAddress},
     edge::Edge,
     gateway::{fixed, loopback},
     process::{GatewayProcess, OPEN, Process, causeway},
+    tool::{Tool, need},
     transfer::TransferServer,
     until,
 };
@@ -18,7 +20,7 @@ use causeway_gateway::{
     state::PolicyWriter,
 };
 use serde_json::{Value, json};
-use std::{io, net::SocketAddr, time::Duration};
+use std::{fs, io, net::SocketAddr, path::Path, time::Duration};
 use test_summary::unused_port;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -293,6 +295,66 @@ async fn the_proxy_reaches_what_a_rule_lists_by_http_and_socks5() {
     let (mut wire, reply) = socks("127.0.0.1", app.port()).await;
     assert_eq!(reply, 0, "the edge and the gateway still serve");
     assert_echo(&mut wire).await;
+}
+
+/// The page about egress: it prints a command of curl, and the setting of containerd, which uses CONNECT as curl does.
+const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/howto/edge-to-cloud.md");
+
+/// Returns the code in the page's text that begins with `start`, with the address of this proxy.
+fn printed(start: &str, proxy: SocketAddr) -> String {
+    let page = fs::read_to_string(PAGE).unwrap();
+    let code = page.split('`').skip(1).step_by(2);
+    let mut found = code.filter(|code| code.starts_with(start));
+    let (one, more) = (found.next().unwrap(), found.next());
+    assert_eq!(more, None);
+    assert!(one.contains("127.0.0.1:1080"), "{one}");
+    one.replace("127.0.0.1:1080", &proxy.to_string())
+}
+
+#[tokio::test]
+async fn curl_uses_the_proxy_by_the_commands_of_the_page() {
+    need!("curl");
+    let name = "registry.example.com";
+    let authority = Authority::new();
+    let tls = authority.serve(&authority.app(&[name]), false);
+    let app = App::https(tls, |_| answer::ok("an image")).await;
+    let world = world(json!({
+        "destinations": { name: app.address().to_string() },
+        "rules": [{ "to": { "destinations": [name] } }],
+    }))
+    .await;
+    let edge = join(&world, "edge-1", &[]).await;
+    let proxy = listeners(&edge)[0].1;
+    let ca = world.write(authority.pem());
+    let curl = || Tool::curl().args([Path::new("--cacert"), &ca]);
+
+    let command = printed("curl --proxy socks5h://", proxy);
+    let mut words = command.split(' ');
+    assert_eq!(words.next(), Some("curl"));
+    let socks: Vec<_> = words.collect();
+    let url = *socks.last().unwrap();
+    assert_eq!(url, "https://registry.example.com");
+    let by_socks = curl().args(&socks).run().await.ok();
+    assert_eq!(by_socks.text(), "an image");
+
+    let setting = printed("HTTPS_PROXY=", proxy);
+    let (variable, address) = setting.split_once('=').unwrap();
+    assert!(address.starts_with("http://"), "{address}");
+    let by_variable = curl().env(variable, address).args([url]);
+    assert_eq!(by_variable.run().await.ok().text(), "an image");
+    let connect = ["--proxy", address, "-w", " %{http_connect}"];
+    let by_connect = curl().args(connect).args([url]).run().await.ok();
+    assert_eq!(by_connect.text(), "an image 200");
+    assert_eq!(app.requests(), 3);
+
+    // Exit codes of curl: a proxy whose protocol reports an error, and a proxy that refuses a CONNECT.
+    let denied = "https://example.invalid";
+    let by_socks = curl().args(&socks[..socks.len() - 1]).args([denied]);
+    let by_socks = by_socks.run().await;
+    assert_eq!(by_socks.status.code(), Some(97), "{by_socks:?}");
+    let by_connect = curl().args(connect).args([denied]).run().await;
+    assert_eq!(by_connect.status.code(), Some(56), "{by_connect:?}");
+    assert_eq!(by_connect.text(), " 403", "{by_connect:?}");
 }
 
 #[tokio::test]

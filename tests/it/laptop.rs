@@ -6,7 +6,7 @@ use crate::world::{
     edge::Edge,
     gateway::{Build, listener},
     process::{GatewayProcess, binary},
-    tool::{Running, Tool, need},
+    tool::{Running, Tool, kubectl, need},
     transfer::TransferServer,
 };
 use causeway_certs::Fingerprint;
@@ -15,9 +15,9 @@ use causeway_gateway::{
     config::{ErrorFormat, ListenerProtocol, policy},
     state::{Policy, PolicyWriter},
 };
-use serde_json::json;
+use serde_json::{Value, json};
 use std::{
-    fs, io,
+    env, fs, io,
     net::SocketAddr,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
@@ -165,7 +165,9 @@ async fn login_stores_a_tested_profile_that_is_private() {
 #[tokio::test]
 async fn an_unknown_ca_is_pinned_by_the_flag_that_login_prints() {
     let (app, _serving) = mirror().await;
-    let laptop = Laptop::before_login(Laptop::build(), app).await;
+    let build = Laptop::build();
+    let right = build.token("bea");
+    let laptop = Laptop::before_login(build, app).await;
     let token = laptop.world.write("");
     let login = format!(
         "login {} --token-file {}",
@@ -192,6 +194,19 @@ async fn an_unknown_ca_is_pinned_by_the_flag_that_login_prints() {
         "the CA is right: {}",
         refused.stderr
     );
+    let profile = laptop.home().join("causeway/profiles/default.json");
+    assert!(!profile.exists(), "only a login that succeeds is stored");
+
+    fs::write(&token, right).unwrap();
+    let login = laptop.causeway(&format!("{login} {pin}"));
+    let said = login.run().await.ok().text();
+    assert!(
+        said.contains("as bea; nodes that you may reach: 1"),
+        "{said}"
+    );
+    // The pinned CA is in the profile, so that the pin is not needed again.
+    let echoed = laptop.causeway("connect edge-1:9100").input("hello");
+    assert_eq!(echoed.run().await.ok().text(), "hello");
 }
 
 #[tokio::test]
@@ -216,6 +231,91 @@ async fn a_token_of_a_command_identifies_the_user() {
     for part in ["not logged in", "exit status: 1"] {
         assert!(failed.stderr.contains(part), "{}", failed.stderr);
     }
+}
+
+#[tokio::test]
+async fn a_command_can_print_a_client_certificate_with_its_key() {
+    let (app, _serving) = mirror().await;
+    let laptop = Laptop::before_login(Laptop::build(), app).await;
+    let leaf = laptop.world.client_leaf("cleo");
+    let status = json!({
+        "clientCertificateData": leaf.chain_pem(),
+        "clientKeyData": leaf.key_pem().expose(),
+        "expirationTimestamp": "2999-01-01T00:00:00Z",
+    });
+    let printed = |status: &Value| {
+        let api = "client.authentication.k8s.io/v1";
+        json!({ "apiVersion": api, "kind": "ExecCredential", "status": status }).to_string()
+    };
+    let file = laptop.world.write(&printed(&status));
+    let login = laptop.causeway(&format!("login {} --ca", laptop.address()));
+    let login = login.args([laptop.world.root_path()]);
+    let login = login.args(["--token-command", "cat"]).args([&file]);
+    let said = login.run().await.ok().text();
+    assert!(
+        said.contains("as cleo; nodes that you may reach: 1"),
+        "{said}"
+    );
+    let echoed = laptop.causeway("connect edge-1:9100").input("hello");
+    assert_eq!(echoed.run().await.ok().text(), "hello");
+
+    let half = json!({ "clientCertificateData": leaf.chain_pem() });
+    fs::write(&file, printed(&half)).unwrap();
+    let failed = laptop.causeway("connect edge-1:9100").run().await;
+    assert_eq!(failed.status.code(), Some(1));
+    let message = "a certificate without a key";
+    assert!(failed.stderr.contains(message), "{}", failed.stderr);
+}
+
+#[tokio::test]
+async fn commands_use_the_profile_that_a_flag_or_the_environment_names() {
+    let (app, _serving) = mirror().await;
+    let build = Laptop::build();
+    let token = build.token("bea");
+    let laptop = Laptop::before_login(build, app).await;
+    laptop.login().await;
+    let token = laptop.world.write(&token);
+    let login = || {
+        let login = laptop.causeway(&format!("login {} --ca", laptop.address()));
+        let login = login.args([&laptop.world.root_path()]);
+        login.args([Path::new("--token-file"), &token])
+    };
+    let said = login().args(["--profile", "work"]).run().await.ok().text();
+    for part in ["as bea", "select it with --profile work"] {
+        assert!(said.contains(part), "{said}");
+    }
+    let said = login().env("CAUSEWAY_PROFILE", "home").run().await;
+    let said = said.ok().text();
+    assert!(said.contains("select it with --profile home"), "{said}");
+
+    for (variable, flag, client) in [
+        ("", None, "tester"),
+        ("work", None, "bea"),
+        ("home", None, "bea"),
+        ("", Some("work"), "bea"),
+        ("work", Some("default"), "tester"),
+    ] {
+        let nodes = laptop.causeway("nodes -o json");
+        let nodes = nodes.args(flag.into_iter().flat_map(|name| ["--profile", name]));
+        let nodes = if variable.is_empty() {
+            nodes
+        } else {
+            nodes.env("CAUSEWAY_PROFILE", variable)
+        };
+        let listed = nodes.run().await.ok().json();
+        assert_eq!(listed["client"], client, "{variable:?} {flag:?}");
+    }
+    // The command of ssh names the profile, because ssh may run without the variable.
+    let config = laptop
+        .causeway("ssh-config")
+        .env("CAUSEWAY_PROFILE", "work");
+    let config = config.run().await.ok().text();
+    assert!(config.contains(" connect --profile work %h:%p"), "{config}");
+    let failed = laptop.causeway("nodes").env("CAUSEWAY_PROFILE", "other");
+    let failed = failed.run().await;
+    assert_eq!(failed.status.code(), Some(1));
+    let message = "there is no profile other; there are: default, home, work";
+    assert!(failed.stderr.contains(message), "{}", failed.stderr);
 }
 
 #[tokio::test]
@@ -453,6 +553,55 @@ async fn forward_prints_its_addresses_as_kubectl_does_and_nothing_else_to_a_pipe
     assert_eq!((ended.text().as_str(), ended.stderr.as_str()), ("", ""));
 }
 
+/// `script` gives the command a terminal. The key Ctrl-C ends the command.
+#[tokio::test]
+async fn forward_prints_a_line_for_each_event_on_a_terminal() {
+    need!("script");
+    let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let laptop = Laptop::to(app.local_addr().unwrap()).await;
+    let command = format!("'{}' forward edge-1 :9100 :9101", binary());
+    let script = Tool::new("script").args(["-qec", &command, "/dev/null"]);
+    let script = script.env("XDG_CONFIG_HOME", laptop.home());
+    let mut forward = script.start();
+    let mut locals = Vec::new();
+    for port in ["9100", "9101"] {
+        let line = forward.line().await;
+        let local = line.strip_prefix("Forwarding from ").unwrap();
+        let local = local.strip_suffix(&format!(" -> {port}")).unwrap();
+        locals.push(local.parse::<SocketAddr>().unwrap());
+    }
+
+    for is_broken in [false, true] {
+        let mut program = TcpStream::connect(locals[0]).await.unwrap();
+        let (mut peer, _) = app.accept().await.unwrap();
+        let from = program.local_addr().unwrap();
+        let handling = format!("Handling connection from {from} to edge-1:9100");
+        assert_eq!(forward.line().await, handling);
+        program.write_all(b"question").await.unwrap();
+        peer.read_exact(&mut [0; 8]).await.unwrap();
+        if is_broken {
+            peer.set_zero_linger().unwrap();
+            drop(peer);
+            program.read(&mut [0]).await.unwrap_err();
+            let line = forward.line().await;
+            assert!(line.starts_with("causeway: edge-1:9100: "), "{line}");
+        } else {
+            // An end in order has no line.
+            drop(peer);
+            assert_eq!(program.read(&mut [0]).await.unwrap(), 0);
+        }
+    }
+    let mut program = TcpStream::connect(locals[1]).await.unwrap();
+    program.read(&mut [0]).await.unwrap_err();
+    let line = forward.line().await;
+    assert!(line.starts_with("causeway: edge-1:9101: "), "{line}");
+    assert!(line.contains("does not serve port 9101"), "{line}");
+    forward.send("\x03").await;
+    let ended = forward.over().await.ok();
+    // The terminal shows the key.
+    assert_eq!(ended.text().trim_start_matches("^C"), "", "{ended:?}");
+}
+
 #[tokio::test]
 async fn proxy_serves_curl_by_connect_and_by_socks5() {
     need!("curl");
@@ -501,4 +650,31 @@ async fn the_kubectl_plugin_is_the_same_program() {
     assert_eq!(echoed.ok().text(), "hello");
     let help = plugin("forward --help").run().await.ok().text();
     assert!(help.contains("Usage: kubectl causeway forward "), "{help}");
+}
+
+/// kubectl runs `kubectl-causeway` of its `PATH` for `kubectl causeway`.
+#[tokio::test]
+async fn kubectl_finds_the_plugin_in_its_path() {
+    need!("kubectl");
+    let (app, _serving) = mirror().await;
+    let laptop = Laptop::to(app).await;
+    let folder = laptop.world.folder().join("bin");
+    fs::create_dir(&folder).unwrap();
+    std::os::unix::fs::symlink(binary(), folder.join("kubectl-causeway")).unwrap();
+    let mut path = folder.into_os_string();
+    path.push(":");
+    path.push(env::var_os("PATH").unwrap());
+    let kubectl = |line: &str| {
+        let kubectl = Tool::new(kubectl().unwrap()).env("PATH", &path);
+        let kubectl = kubectl.env("XDG_CONFIG_HOME", laptop.home());
+        kubectl.args(line.split_whitespace())
+    };
+    let listed = kubectl("causeway nodes").run().await.ok().text();
+    let row = listed.lines().find(|line| line.starts_with("edge-1 "));
+    assert!(row.is_some_and(|row| row.contains("9100")), "{listed}");
+    let echoed = kubectl("causeway connect edge-1:9100").input("hello");
+    assert_eq!(echoed.run().await.ok().text(), "hello");
+    let failed = kubectl("causeway connect edge-1:23").run().await;
+    assert_eq!(failed.status.code(), Some(1), "{failed:?}");
+    assert!(failed.stderr.contains("port 23"), "{}", failed.stderr);
 }

@@ -1,22 +1,29 @@
-//! Programs that users know, through the commands of a laptop: OpenSSH, scp, rsync, PostgreSQL, kubectl.
+//! Programs that users know, through the commands of a laptop: OpenSSH, scp, rsync, PostgreSQL, kubectl. Also OpenSSH with netcat
+//! and corkscrew, which need no command of ours.
 
 use crate::{
     laptop::{Laptop, command, opened},
     world::{
+        World,
         app::{App, answer, answer::pattern},
         authority::Authority,
+        edge::Edge,
+        gateway::{anonymous, listener},
         process::{GatewayProcess, Process, binary},
-        tool::{Tool, full, kubectl, need, openssh_server},
+        tool::{Tool, corkscrew, full, kubectl, need, openssh_server, postgresql},
         until,
     },
 };
+use causeway_edge::config::Protocol;
+use causeway_gateway::config::{ClientAuth, Listener, ListenerProtocol};
 use std::{
+    env::consts::ARCH,
     fs::{self, File},
     net::{Ipv4Addr, SocketAddr},
     os::fd::OwnedFd,
     path::{Path, PathBuf},
     process::Stdio,
-    time::Duration,
+    time::{Duration, Instant},
 };
 use test_summary::unused_port;
 use tokio::{
@@ -82,18 +89,28 @@ impl SshServer {
         fs::read_to_string(self.folder.join("log")).unwrap()
     }
 
-    /// Options of ssh, scp and sftp with the user's key.
+    /// Options of ssh, scp and sftp with the user's key and without a configuration.
     fn options(&self) -> Vec<String> {
+        let mut options = self.options_with(Path::new("none"));
+        options.extend(["-i".to_owned(), self.key()]);
+        options
+    }
+
+    /// Options with this configuration.
+    fn options_with(&self, config: &Path) -> Vec<String> {
         let known = self.folder.join("known_hosts");
         vec![
             "-F".into(),
-            "none".into(),
-            "-i".into(),
-            self.folder.join("user").display().to_string(),
+            config.display().to_string(),
             "-oBatchMode=yes".into(),
             "-oStrictHostKeyChecking=accept-new".into(),
             format!("-oUserKnownHostsFile={}", known.display()),
         ]
+    }
+
+    /// The file of the user's key.
+    fn key(&self) -> String {
+        self.folder.join("user").display().to_string()
     }
 }
 
@@ -156,7 +173,8 @@ async fn scp_and_rsync_copy_files_whole_in_both_directions() {
     let (laptop, server, proxy) = with_ssh().await;
     let length = if full() { 200 << 20 } else { 8 << 20 };
     let folder = laptop.world.folder();
-    let [file, there, back] = ["file", "there", "back"].map(|name| folder.join(name));
+    let names = ["file", "there", "back", "rsync-back"];
+    let [file, there, back, rsync_back] = names.map(|name| folder.join(name));
     let bytes = pattern(length);
     fs::write(&file, &bytes).unwrap();
     let remote = format!("root@edge-1:{}", there.display());
@@ -182,13 +200,135 @@ async fn scp_and_rsync_copy_files_whole_in_both_directions() {
     fs::remove_file(&there).unwrap();
     // A word with blanks for rsync, which splits at them.
     let shell = format!("ssh -p9100 {} '{proxy}'", server.options().join(" "));
-    let rsync = Tool::new("rsync").within(TRANSFER);
-    let rsync = rsync.env("XDG_CONFIG_HOME", laptop.home());
-    let rsync = rsync
-        .args(["-e", &shell])
-        .args([file.as_os_str(), remote.as_ref()]);
-    rsync.run().await.ok();
+    let rsync = async |from: &Path, to: &Path| {
+        let rsync = Tool::new("rsync").within(TRANSFER).args(["-e", &shell]);
+        let rsync = rsync.env("XDG_CONFIG_HOME", laptop.home());
+        rsync.args([from, to]).run().await.ok();
+    };
+    rsync(&file, Path::new(&remote)).await;
     assert!(fs::read(&there).unwrap() == bytes);
+    rsync(Path::new(&remote), &rsync_back).await;
+    assert!(fs::read(&rsync_back).unwrap() == bytes);
+}
+
+/// As `causeway ssh-config >>~/.ssh/config`: the file has lines of the user as well.
+#[tokio::test]
+async fn ssh_and_scp_use_the_file_that_ssh_config_wrote() {
+    need!("mounts", "sshd");
+    let (laptop, server, _) = with_ssh().await;
+    let folder = laptop.world.folder();
+    let (config, file, copy) = (
+        folder.join("config"),
+        folder.join("file"),
+        folder.join("copy"),
+    );
+    // Without names: the nodes that the user may reach.
+    let printed = laptop.causeway("ssh-config").run().await.ok().text();
+    let own = format!(
+        "Host edge-*\n  Port 9100\n  User root\n  IdentityFile {}\n",
+        server.key()
+    );
+    fs::write(&config, own + &printed).unwrap();
+    let with_file = |program: &str| {
+        let program = Tool::new(program).args(server.options_with(&config));
+        program.env("XDG_CONFIG_HOME", laptop.home())
+    };
+    let ran = with_file("ssh").args(["edge-1", "echo hello; exit 3"]);
+    let ran = ran.run().await;
+    assert_eq!(ran.text(), "hello\n", "{}", ran.stderr);
+    assert_eq!(ran.status.code(), Some(3));
+    let bytes = pattern(1 << 20);
+    fs::write(&file, &bytes).unwrap();
+    let remote = format!("edge-1:{}", copy.display());
+    let scp = with_file("scp").args(["-q".as_ref(), file.as_os_str(), remote.as_ref()]);
+    scp.run().await.ok();
+    assert!(fs::read(&copy).unwrap() == bytes);
+}
+
+/// Two listeners without TLS, of which one demands a token, with an SSH server as port 22 of edge-1.
+struct PlainProxies {
+    server: SshServer,
+    token: String,
+    world: World,
+    _edge: Edge,
+}
+
+impl PlainProxies {
+    async fn start() -> Self {
+        let build = World::build();
+        let plain = |listener: Listener| Listener {
+            plaintext_networks: vec!["127.0.0.0/8".parse().unwrap()],
+            ..listener
+        };
+        let closed = Listener {
+            client_auth: ClientAuth {
+                tokens: Some(build.tokens()),
+                ..ClientAuth::default()
+            },
+            ..plain(listener("closed", ListenerProtocol::Connect))
+        };
+        let token = build.token("ann");
+        let build = build.listener(plain(anonymous("open", ListenerProtocol::Connect)));
+        let server = SshServer::start(build.folder()).await;
+        let world = Box::pin(build.listener(closed).start()).await;
+        let edge = world.edge("edge-1");
+        let edge = edge.port_as(22, Protocol::Tcp, server.address);
+        let edge = Box::pin(edge.join()).await;
+        Self {
+            server,
+            token,
+            world,
+            _edge: edge,
+        }
+    }
+
+    /// ssh with this `ProxyCommand`.
+    fn ssh(&self, command: &str) -> Tool {
+        let ssh = Tool::new("ssh").args(self.server.options());
+        let option = format!("-oProxyCommand={command}");
+        ssh.args([option.as_str(), "root@edge-1"])
+    }
+}
+
+/// As on machines without our command. corkscrew shows the token as the password of a file.
+#[tokio::test]
+async fn ssh_uses_netcat_and_corkscrew_at_a_listener_without_tls() {
+    need!("mounts", "sshd", "nc", "corkscrew");
+    let proxies = Box::pin(PlainProxies::start()).await;
+    let (world, folder) = (&proxies.world, proxies.world.folder());
+    let [open, closed] = ["open", "closed"].map(|name| world.listener(name));
+    let password = world.write(&format!("ann:{}\n", proxies.token));
+    let corkscrew = corkscrew().unwrap().display().to_string();
+    let with_corkscrew =
+        |proxy: SocketAddr| format!("{corkscrew} {} {} %h %p", proxy.ip(), proxy.port());
+    let (file, bytes) = (folder.join("file"), pattern(1 << 20));
+    for command in [
+        format!("nc -X connect -x {open} %h %p"),
+        with_corkscrew(open),
+        format!("{} {}", with_corkscrew(closed), password.display()),
+    ] {
+        let ssh = |script: &str| proxies.ssh(&command).args([script]);
+        let ran = ssh("echo hello; exit 3").run().await;
+        assert_eq!(ran.text(), "hello\n", "{command}: {}", ran.stderr);
+        assert_eq!(ran.status.code(), Some(3), "{command}");
+        let upload = ssh(&format!("cat >{}", file.display()));
+        upload.input(bytes.clone()).run().await.ok();
+        assert!(fs::read(&file).unwrap() == bytes, "{command}");
+        let download = ssh(&format!("cat {}", file.display())).run().await.ok();
+        assert!(download.stdout == bytes, "{command}");
+        fs::remove_file(&file).unwrap();
+    }
+    for command in [
+        format!("nc -X connect -x {closed} %h %p"),
+        with_corkscrew(closed),
+    ] {
+        let refused = proxies.ssh(&command).args(["true"]).run().await;
+        assert_eq!(refused.status.code(), Some(255), "{command}: {refused:?}");
+    }
+    until("the refusals are counted", async || {
+        world.metrics().await.outcomes("closed", "unauthenticated") == 2
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -277,11 +417,15 @@ impl OwnGateway {
 /// Length of the file that is copied in vain, in bytes.
 const LENGTH: u64 = 200 << 20;
 
+/// Time within which both ends report the death of the gateway, in the long run.
+const REPORT: Duration = Duration::from_secs(10);
+
 /// The copy is slow, so that it lasts until the gateway dies: in the long run at half of the file.
 #[tokio::test]
 async fn scp_fails_at_both_ends_when_the_gateway_is_killed() {
     need!("mounts", "sshd");
-    let (part, rate) = if full() {
+    let is_long = full();
+    let (part, rate) = if is_long {
         (LENGTH / 2, 160_000)
     } else {
         (1, 8_000)
@@ -299,6 +443,7 @@ async fn scp_fails_at_both_ends_when_the_gateway_is_killed() {
         let copying = laptop.scp(rate).args([from, to]).start();
         let length = || fs::metadata(&copy).map_or(0, |file| file.len());
         until("a part has arrived", async || length() >= part).await;
+        let killed = Instant::now();
         laptop.site.gateway.signal("KILL").await;
         let failed = copying.over().await;
         assert!(!failed.status.success(), "{failed:?}");
@@ -308,20 +453,38 @@ async fn scp_fails_at_both_ends_when_the_gateway_is_killed() {
             laptop.server.log().contains("Connection reset by")
         })
         .await;
+        let took = killed.elapsed();
+        assert!(took < REPORT || !is_long, "upload: {is_upload}: {took:?}");
         assert!(length() < LENGTH, "upload: {is_upload}");
     }
 }
 
+/// A program of PostgreSQL on the laptop.
+fn postgresql_client(program: &str) -> Tool {
+    let folder = postgresql().unwrap();
+    let program = folder.join("usr/lib/postgresql/15/bin").join(program);
+    let libraries = folder.join(format!("usr/lib/{ARCH}-linux-gnu"));
+    Tool::new(program).env("LD_LIBRARY_PATH", libraries)
+}
+
+/// Starts a PostgreSQL server as the user nobody, because it refuses to run as root. `$1` is its folder, `$2` that of its programs,
+/// which may be in the home of root, and `$3` its port. The libraries of its compiler are not unpacked (`jit`).
+const POSTGRESQL: &str = r#"
+mkdir "$1/data" "$1/programs"
+chown nobody "$1" "$1/data"
+mount --bind "$2" "$1/programs"
+export LD_LIBRARY_PATH=$(echo "$1"/programs/usr/lib/*-linux-gnu)
+export PATH="$1/programs/usr/lib/postgresql/15/bin:$PATH"
+exec setpriv --reuid=nobody --clear-groups sh -ec '
+initdb -D "$1/data" -A trust -U ann --no-locale --no-sync >/dev/null
+exec postgres -D "$1/data" -k "$1" -p "$2" -c listen_addresses=127.0.0.1 -c jit=off -c fsync=off' sh "$1" "$3"
+"#;
+
 #[tokio::test]
 async fn psql_reaches_a_server_by_forward() {
-    need!("mounts", "psql", "initdb");
+    need!("mounts", "postgresql");
     let build = Laptop::build();
-    let data = build.folder().join("postgres");
-    let (script, port) = (
-        "chown nobody $0 && exec setpriv --reuid=nobody --clear-groups sh -c \
-         'initdb -D $0/data -A trust -U ann >/dev/null && exec postgres -D $0/data -k $0 -p $1 -c listen_addresses=127.0.0.1' $0 $1",
-        unused_port(),
-    );
+    let (data, port) = (build.folder().join("postgres"), unused_port());
     fs::create_dir(&data).unwrap();
     Tool::new("chmod")
         .args(["-R", "a+rX"])
@@ -329,23 +492,24 @@ async fn psql_reaches_a_server_by_forward() {
         .run()
         .await
         .ok();
-    let server = Tool::new("sh").args(["-c", script]).args([&data]);
+    let server = Tool::new("unshare").args(["--mount", "sh", "-ec", POSTGRESQL, "sh"]);
+    let server = server.args([data, postgresql().unwrap()]);
     let _server = server.args([port.to_string()]).start();
-    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    let local = format!("--port={port}");
     // It accepts connections before it serves queries.
-    let direct = format!("postgresql://ann@{address}/postgres");
     until("PostgreSQL serves", async || {
-        let psql = Tool::new("psql").args([&direct, "-At", "-c", "select 1"]);
-        psql.run().await.status.success()
+        let asked = postgresql_client("pg_isready").args(["--host=127.0.0.1", &local]);
+        asked.run().await.status.success()
     })
     .await;
+    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     let laptop = Box::pin(Laptop::before_login(build, address)).await;
     laptop.login().await;
     let mut forward = laptop.causeway("forward edge-1 :9100 --json").start();
     let local = opened(&mut forward).await;
     let query = "select count(*), sum(length(repeat('x', 1000))) from generate_series(1, 10000)";
     let url = format!("postgresql://ann@{local}/postgres");
-    let psql = Tool::new("psql").args([&url, "-At", "-c", query]);
+    let psql = postgresql_client("psql").args([&url, "-X", "-At", "-c", query]);
     assert_eq!(psql.run().await.ok().text(), "10000|10000000\n");
 }
 

@@ -3,12 +3,13 @@
 use crate::world::{
     PATIENCE, World,
     app::{App, answer},
+    authority::Authority,
     client::{Answer, Client, assert_problem, whole},
     edge::Edge,
     gateway::{anonymous, listener},
     until,
 };
-use causeway_edge::config::HealthCheck;
+use causeway_edge::config::{HealthCheck, Protocol};
 use causeway_gateway::{
     config::{Listener, ListenerProtocol, policy},
     state::{Policy, PolicyWriter},
@@ -18,16 +19,20 @@ use hyper::Request;
 use serde_json::{Value, json};
 use std::{
     collections::BTreeSet,
+    net::{Ipv4Addr, SocketAddr},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
     time::Duration,
 };
+use test_summary::unused_port;
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    task::JoinSet,
 };
+use tokio_rustls::TlsAcceptor;
 
 const NODES: [&str; 3] = ["edge-1", "edge-2", "edge-3"];
 
@@ -295,6 +300,184 @@ async fn a_member_is_left_out_while_its_health_check_fails() {
     states[0].store(true, Relaxed);
     until_ports("edge-1", Value::Null).await;
     assert_eq!(nodes_behind(&world, "pool").await, set(&["edge-1"]));
+}
+
+/// Behaviour of a [`Target`] that listens.
+#[derive(Clone)]
+enum Listening {
+    /// Answers requests with its name.
+    Plain,
+    /// The same over TLS.
+    Tls(TlsAcceptor),
+    /// Closes each connection at once.
+    Closing,
+}
+
+/// Target of a node that can die and return at its address.
+struct Target {
+    name: &'static str,
+    address: SocketAddr,
+    serving: JoinSet<()>,
+}
+
+impl Target {
+    async fn new(name: &'static str, listening: Listening) -> Self {
+        // The port stays free while the target is dead.
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, unused_port()));
+        let serving = JoinSet::new();
+        let mut target = Self {
+            name,
+            address,
+            serving,
+        };
+        target.listen(listening).await;
+        target
+    }
+
+    async fn listen(&mut self, listening: Listening) {
+        let mut listener = None;
+        until("the address is free", async || {
+            listener = TcpListener::bind(self.address).await.ok();
+            listener.is_some()
+        })
+        .await;
+        let (listener, name) = (listener.unwrap(), self.name);
+        self.serving.spawn(async move {
+            let mut connections = JoinSet::new();
+            loop {
+                let (socket, _) = listener.accept().await.unwrap();
+                match listening.clone() {
+                    Listening::Plain => drop(connections.spawn(answer_with_name(socket, name))),
+                    Listening::Tls(tls) => drop(connections.spawn(async move {
+                        if let Ok(socket) = tls.accept(socket).await {
+                            answer_with_name(socket, name).await;
+                        }
+                    })),
+                    Listening::Closing => {}
+                }
+            }
+        });
+    }
+
+    async fn die(&mut self) {
+        self.serving.shutdown().await;
+    }
+}
+
+/// Answers one request. A health check without a path sends none.
+async fn answer_with_name(mut socket: impl AsyncRead + AsyncWrite + Unpin, name: &str) {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        match socket.read_u8().await {
+            Ok(byte) => head.push(byte),
+            Err(_) => return,
+        }
+    }
+    let length = name.len();
+    let answer =
+        format!("HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{name}");
+    let _ = socket.write_all(answer.as_bytes()).await;
+    let _ = socket.shutdown().await;
+}
+
+/// Two nodes of the pool, whose targets are checked without a path.
+struct CheckedSite {
+    world: World,
+    scheme: Protocol,
+    targets: Vec<Target>,
+    _edges: Vec<Edge>,
+}
+
+impl CheckedSite {
+    async fn start(scheme: Protocol, authority: &Authority, listening: &Listening) -> Self {
+        let world = World::build()
+            .listener(of_pool(anonymous("pool", ListenerProtocol::Tcp)))
+            .listener(of_pool(listener("web", ListenerProtocol::Https)));
+        let world = Box::pin(world.start()).await;
+        let ca = world.write(authority.pem());
+        let (mut targets, mut edges) = (Vec::new(), Vec::new());
+        for node in &NODES[..2] {
+            let target = Target::new(node, listening.clone()).await;
+            let plan = world.edge(node).pool("mill");
+            let plan = plan.port_as(9100, scheme, target.address).config(|config| {
+                let port = config.ports.get_mut(&9100).unwrap();
+                port.ca = (scheme == Protocol::Https).then(|| ca.clone());
+                port.health_check = Some(HealthCheck {
+                    path: None,
+                    // A slow machine does not make a target unhealthy.
+                    timeout: PATIENCE,
+                    ..health_check()
+                });
+            });
+            edges.push(Box::pin(plan.join()).await);
+            targets.push(target);
+        }
+        Self {
+            world,
+            scheme,
+            targets,
+            _edges: edges,
+        }
+    }
+
+    /// Waits until the gateway knows whether the first target is healthy, and asserts which nodes new connections reach.
+    async fn assert_first(&self, is_healthy: bool) {
+        let unhealthy = if is_healthy {
+            Value::Null
+        } else {
+            json!([9100])
+        };
+        for (node, unhealthy) in NODES.into_iter().zip([unhealthy, Value::Null]) {
+            until("the gateway knows the health", async || {
+                self.world.node(node).await["unhealthy_ports"] == unhealthy
+            })
+            .await;
+        }
+        let found = if self.scheme == Protocol::Tcp {
+            nodes_behind(&self.world, "pool").await
+        } else {
+            let client = self.world.client_at("web").sni("gateway.test");
+            let mut nodes = BTreeSet::new();
+            for _ in 0..9 {
+                nodes.insert(client.get("https://api.example/").await.text());
+            }
+            nodes
+        };
+        let first = usize::from(!is_healthy);
+        assert_eq!(found, set(&NODES[first..2]), "{:?}", self.scheme);
+    }
+}
+
+/// Without a path, a check is a connection, and with the scheme `https` also the TLS handshake.
+#[tokio::test]
+async fn targets_that_die_and_return_are_noticed_without_a_path() {
+    let authority = Authority::new();
+    let tls = |authority: &Authority| {
+        let tls = authority.serve(&authority.app(&["127.0.0.1"]), false);
+        Listening::Tls(tls.into())
+    };
+    let other = tls(&Authority::new());
+    for (scheme, alive, dead) in [
+        (Protocol::Tcp, Listening::Plain, vec![None]),
+        (
+            Protocol::Https,
+            tls(&authority),
+            vec![None, Some(Listening::Closing), Some(other)],
+        ),
+    ] {
+        let mut site = Box::pin(CheckedSite::start(scheme, &authority, &alive)).await;
+        site.assert_first(true).await;
+        for dead in dead {
+            site.targets[0].die().await;
+            if let Some(dead) = dead {
+                site.targets[0].listen(dead).await;
+            }
+            site.assert_first(false).await;
+            site.targets[0].die().await;
+            site.targets[0].listen(alive.clone()).await;
+            site.assert_first(true).await;
+        }
+    }
 }
 
 #[tokio::test]

@@ -6,7 +6,7 @@ use crate::world::{
     authority::Authority,
     client::{exchange, read},
     edge::Edge,
-    gateway::anonymous,
+    gateway::{Build, anonymous},
     tool::{Running, Tool, need},
     until,
 };
@@ -46,17 +46,21 @@ struct Site {
 
 impl Site {
     async fn start() -> Self {
-        let rules = json!({ "rules": [
+        let rules = json!([
             { "where": { "nodes": ["closed"] }, "then": "deny" },
             { "what": { "ports": [9100] }, "then": "allow" },
-        ] });
-        let rules: policy::Policy = serde_json::from_value(rules).unwrap();
+        ]);
+        let listeners = [listener("named", None), listener("default", Some("edge-2"))];
+        Self::with(&rules, listeners).await
+    }
+
+    /// With this policy and these listeners.
+    async fn with(rules: &Value, listeners: [Listener; 2]) -> Self {
+        let rules = serde_json::from_value(json!({ "rules": rules }));
+        let rules: policy::Policy = rules.unwrap();
         let rules = PolicyWriter::new(Some(Policy::compile(&rules).unwrap()));
-        let world = World::build()
-            .policy(rules.reader())
-            .listener(listener("named", None))
-            .listener(listener("default", Some("edge-2")))
-            .workers(2);
+        let world = World::build().policy(rules.reader()).workers(2);
+        let world = listeners.into_iter().fold(world, Build::listener);
         let world = Box::pin(world.start()).await;
         let authority = Authority::new();
         let client = authority.client("ann");
@@ -86,10 +90,23 @@ impl Site {
         host: &str,
         with_certificate: bool,
     ) -> (String, Option<i32>) {
+        let from = "127.0.0.1";
+        self.get_from(from, listener, host, with_certificate).await
+    }
+
+    /// The same from another address of loopback.
+    async fn get_from(
+        &self,
+        from: &str,
+        listener: &str,
+        host: &str,
+        with_certificate: bool,
+    ) -> (String, Option<i32>) {
         let folder = self.world.folder();
         let to = format!("::{}", self.world.listener(listener));
         let mut curl = Tool::curl().args(["--connect-to", &to, "--cacert"]);
         curl = curl.args([folder.join("ca.pem")]);
+        curl = curl.args(["--interface", from]);
         if with_certificate {
             curl = curl.args(["--cert"]).args([folder.join("client.pem")]);
         }
@@ -150,6 +167,55 @@ async fn a_node_that_the_policy_excludes_and_clients_without_tls_are_refused() {
         "{}",
         plain.text()
     );
+}
+
+/// Only the gateway knows the address of a client, and the app the certificate.
+#[tokio::test]
+async fn networks_of_clients_decide_at_the_listener_and_in_the_policy() {
+    need!("curl");
+    let rules = json!([
+        { "who": { "networks": ["127.0.0.2/32", "127.0.0.3/32"] }, "where": { "nodes": ["edge-1"] }, "then": "allow" },
+        { "who": { "networks": ["127.0.0.4/32"] }, "where": { "nodes": ["edge-*"] }, "then": "allow" },
+    ]);
+    let networks = ["127.0.0.2/32", "127.0.0.4/32"].map(|network| network.parse().unwrap());
+    let listed = Listener {
+        anonymous_from: networks.to_vec(),
+        ..listener("listed", None)
+    };
+    let site = Box::pin(Site::with(&rules, [listener("every", None), listed])).await;
+    for (listener, from, node, is_allowed) in [
+        ("every", "127.0.0.1", "edge-1", false),
+        ("every", "127.0.0.2", "edge-1", true),
+        ("every", "127.0.0.2", "edge-2", false),
+        ("every", "127.0.0.3", "edge-1", true),
+        ("every", "127.0.0.4", "edge-1", true),
+        ("every", "127.0.0.4", "edge-2", true),
+        ("every", "127.0.0.4", "closed", false),
+        ("listed", "127.0.0.1", "edge-1", false),
+        ("listed", "127.0.0.2", "edge-1", true),
+        ("listed", "127.0.0.2", "edge-2", false),
+        // The policy allows this client, and the listener does not.
+        ("listed", "127.0.0.3", "edge-1", false),
+        ("listed", "127.0.0.4", "edge-2", true),
+    ] {
+        let index = NODES.iter().position(|known| *known == node).unwrap();
+        let before = site.apps[index].connections();
+        let (output, code) = site.get_from(from, listener, node, true).await;
+        let row = format!("{from} to {node} at {listener}: {output}");
+        let expected = if is_allowed { 0 } else { 35 };
+        assert_eq!(code, Some(expected), "{row}");
+        assert_eq!(output == node, is_allowed, "{row}");
+        let connections = site.apps[index].connections() - before;
+        assert_eq!(connections, usize::from(is_allowed), "{row}");
+    }
+    for (listener, reason, count) in [
+        ("every", "forbidden", 3),
+        ("listed", "forbidden", 1),
+        ("listed", "unauthenticated", 2),
+    ] {
+        let counted = async || site.world.metrics().await.outcomes(listener, reason) == count;
+        until("each refused session is counted", counted).await;
+    }
 }
 
 /// A proxy that gives the original destination stands for a redirection by the kernel.

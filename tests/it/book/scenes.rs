@@ -3,8 +3,9 @@
 use super::{blocks::ROOT, page::Page};
 use crate::world::{
     process::{ExitedProcess, Process},
-    tool::kubectl,
+    tool::{kubectl, openssh_server},
 };
+use std::{fs, path::Path};
 
 /// Starts a gateway as the pages require it.
 pub(super) async fn gateway(page: &Page, config: &str) -> Process {
@@ -244,6 +245,150 @@ pub(super) async fn jwt(page: &mut Page) {
     assert_eq!(page.commands(status).await, "401");
 }
 
+/// The CA of a site, the certificate of its kube-apiserver, and the kubeconfig of a user in the cloud. `new` makes a certificate.
+const SITE: &str = r#"ip address add 192.168.7.20/32 dev lo
+mkdir -p /etc/causeway /etc/kubernetes/pki .kube
+new() { openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 9 "$@" 2>&1; }
+new -subj /CN=site -keyout ca.key -out /etc/kubernetes/pki/ca.crt
+new -subj /CN=kube-apiserver -CA /etc/kubernetes/pki/ca.crt -CAkey ca.key -keyout api.key -out api.pem \
+  -addext basicConstraints=critical,CA:FALSE -addext subjectAltName=DNS:kubernetes,IP:192.168.7.20
+cat >.kube/config <<'EOF'
+apiVersion: v1
+kind: Config
+current-context: mill
+contexts: [{ name: mill, context: { cluster: mill, user: ann } }]
+clusters: [{ name: mill, cluster: { server: "https://192.168.7.20:6443", certificate-authority: /etc/kubernetes/pki/ca.crt } }]
+users: [{ name: ann, user: { token: ann } }]
+EOF"#;
+
+/// The three nodes of the site are three edges of one machine. `tests/kube/site_api.rs` has the same with a real kube-apiserver.
+pub(super) async fn edge_clusters(page: &mut Page) {
+    page.commands(SITE).await;
+    page.commands("causeway ca init 2>&1").await;
+    page.write("name: mill", "/etc/causeway/gateway.yaml").await;
+    page.commands(&format!("echo '{ADVERTISE}' >>/etc/causeway/gateway.yaml"))
+        .await;
+    let _gateway = start_gateway(page).await;
+    let created = page.run("--pool mill").await.stdout;
+    let tokens = created
+        .lines()
+        .filter(|line| line.matches('.').count() == 3);
+    page.write("health_check:", "/etc/causeway/edge.yaml").await;
+    let _api = page.start_commands(&format!(
+        "exec python3 {ROOT}/tests/it/clients/site_api.py 192.168.7.20 6443 api.pem api.key"
+    ));
+    let mut edges = Vec::new();
+    for token in tokens {
+        let mut edge = page.start_commands(&format!(
+            "echo $$ >{0}.pid
+CAUSEWAY_JOIN={token} exec causeway edge --config /etc/causeway/edge.yaml --data-dir /var/lib/mill-{0} --admin-listen 127.0.0.1:0",
+            edges.len()
+        ));
+        edge.wait_for_line("tunnel registered").await;
+        edges.push(edge);
+    }
+    assert_eq!(edges.len(), 3, "{created}");
+    install_kubectl(page).await;
+    // The nodes are left out until their first health check has ended.
+    page.until("! causeway status | grep unhealthy").await;
+    page.until("curl -sSf --insecure https://127.0.0.1:16443/readyz")
+        .await;
+    let command = "kubectl --server";
+    while let Some(edge) = edges.pop() {
+        let listed = page.run(command).await.stdout;
+        assert!(listed.contains("machine-of-the-site"), "{listed}");
+        page.commands(&format!("kill $(cat {}.pid)", edges.len()))
+            .await;
+        edge.ended().await.ok();
+    }
+    let ended = page.start(command).ended().await;
+    assert_ne!(ended.code, Some(0), "no node is left: {ended:?}");
+}
+
+/// A user with a key and a configuration of ssh, in the home directory of root, and what a server of ssh needs.
+const SSH: &str = r#"sed -i -e "s|^\(root:.*:\)/root:|\1$HOME:|" -e /^sshd:/d /etc/passwd
+echo 'sshd:x:74:65534::/run/sshd:/usr/sbin/nologin' >>/etc/passwd
+mkdir -m 755 /run/sshd
+mkdir -m 700 .ssh
+for key in host .ssh/id_ed25519; do ssh-keygen -q -t ed25519 -N '' -f $key; done
+cp .ssh/id_ed25519.pub .ssh/authorized_keys
+printf 'Host *\n  StrictHostKeyChecking accept-new\n  BatchMode yes\n' >.ssh/config
+printf '%s\n' "HostKey $HOME/host" 'ListenAddress 127.0.0.1' 'StrictModes no' 'PidFile none' 'Subsystem sftp internal-sftp' >sshd_config"#;
+
+/// Starts the server of ssh on port 22 of the node.
+async fn start_sshd(page: &Page) -> Process {
+    page.commands(SSH).await;
+    let folder = openssh_server().expect("it is needed");
+    let folder = folder.display();
+    let mut server = page.start_commands(&format!(
+        "export LD_LIBRARY_PATH=$(echo {folder}/usr/lib/*-linux-gnu)
+exec {folder}/usr/sbin/sshd -D -e -f ~/sshd_config"
+    ));
+    server.wait_for_line("Server listening").await;
+    server
+}
+
+/// Listener of the page in front of the blocks.
+const LAPTOPS: &str = "listeners: [{ name: laptops, protocol: connect, listen: \"127.0.0.1:10443\", names: [gw.example.com] }]";
+
+pub(super) async fn laptop(page: &mut Page) {
+    let _gateway = gateway(page, &format!("{ADVERTISE}\n{LAPTOPS}")).await;
+    let ports = "{ 22: { scheme: tcp }, 80: { target: \"127.0.0.1:9100\" }, 9100: {} }";
+    let _edge = edge(page, ports).await;
+    let _app = app(page).await;
+    let _sshd = start_sshd(page).await;
+    page.commands(
+        "cp /var/lib/causeway/ca.pem .; causeway client certificate --name ann --out . 2>&1",
+    )
+    .await;
+    let said = page.run("causeway login").await.stdout;
+    assert!(
+        said.contains("as ann; nodes that you may reach: 1"),
+        "{said}"
+    );
+    let listed = page.run("causeway nodes").await.stdout;
+    assert!(listed.contains("22,80,9100"), "{listed}");
+
+    // The first command is a session, in which the reader types. The second one runs a program.
+    let sessions = page.start_with("causeway ssh root@edge-1", "echo a session");
+    let said = sessions.ended().await.ok().stdout;
+    assert!(
+        said.contains("a session") && said.contains("load average"),
+        "{said}"
+    );
+    page.run("causeway ssh-config").await;
+    page.commands("ssh root@edge-1 touch by-ssh; scp -q root@edge-1:by-ssh by-scp; ls by-scp")
+        .await;
+
+    let mut forward = page.start("causeway forward");
+    forward.wait_for_line(" -> 9100").await;
+    let printed = forward.written().stdout;
+    page.shows("Forwarding from", &printed);
+    let shown = page.text("Forwarding from");
+    for line in shown.lines().take(2) {
+        assert!(printed.contains(line), "{line}: {printed}");
+    }
+    page.commands("curl -sSf http://127.0.0.1:8080/").await;
+
+    let mut proxy = page.start("causeway proxy");
+    proxy.wait_for_line("127.0.0.1:1080").await;
+    let text = fs::read_to_string(Path::new(ROOT).join("docs/howto/laptop.md")).unwrap();
+    let row = text.lines().find(|line| line.starts_with("| curl |"));
+    let settings = row.unwrap().split('`').skip(1).step_by(2);
+    let mut count = 0;
+    for setting in settings {
+        page.commands(&format!("curl -sSf {setting} http://edge-1:9100/"))
+            .await;
+        count += 1;
+    }
+    assert_eq!(count, 2, "{row:?}");
+
+    page.run("kubectl-causeway").await;
+    install_kubectl(page).await;
+    let listed = page.commands("kubectl causeway nodes").await;
+    assert!(listed.contains("22,80,9100"), "{listed}");
+}
+
 pub(super) async fn listeners(page: &mut Page) {
     page.commands("causeway ca init 2>&1").await;
     page.write("name: scrape", "/etc/causeway/gateway.yaml")
@@ -340,6 +485,12 @@ pub(super) async fn upstreams(page: &mut Page) {
     drop(edge);
 }
 
+/// Makes kubectl of Debian 12 the machine's kubectl.
+async fn install_kubectl(page: &Page) {
+    let kubectl = format!("exec {} \"$@\"", kubectl().expect("it is needed").display());
+    page.stand_in("/usr/local/bin/kubectl", &kubectl).await;
+}
+
 pub(super) async fn api_cache(page: &mut Page) {
     page.commands(&format!(
         "install -D -t /etc/causeway/objects {ROOT}/examples/compose/objects/*"
@@ -347,14 +498,13 @@ pub(super) async fn api_cache(page: &mut Page) {
     .await;
     page.commands("ip address add 10.20.0.11/32 dev lo").await;
     page.write("manifests:", "manifests.yaml").await;
-    let manifests = std::fs::read_to_string(page.file("manifests.yaml")).unwrap();
+    let manifests = fs::read_to_string(page.file("manifests.yaml")).unwrap();
     let _gateway = gateway(page, &format!("{ADVERTISE}\n{manifests}")).await;
     page.write("members:", "/etc/causeway/edge.yaml").await;
     page.commands("echo 'gateways: [gw.example.com:10262]' >>/etc/causeway/edge.yaml")
         .await;
     let _edge = start_edge(page).await;
-    let kubectl = format!("exec {} \"$@\"", kubectl().expect("it is needed").display());
-    page.stand_in("/usr/local/bin/kubectl", &kubectl).await;
+    install_kubectl(page).await;
     page.until("curl -sSf http://127.0.0.1:10270/apis/discovery.k8s.io/v1/endpointslices")
         .await;
     let read = page.run("limit=5").await.stdout;

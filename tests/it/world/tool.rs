@@ -60,9 +60,8 @@ pub(crate) fn have(tool: &str) -> bool {
         }
         _ => ".ci/setup && cargo test --workspace",
     };
-    // `.ci/setup` installs neither h2spec nor PostgreSQL, whose package starts a server.
-    let is_optional = ["h2spec", "psql", "initdb"].contains(&tool);
-    assert!(!required || is_optional, "needs {tool}: {command}");
+    // `.ci/setup` does not install h2spec.
+    assert!(!required || tool == "h2spec", "needs {tool}: {command}");
     let name = test_name();
     let mut stderr = std::io::stderr().lock();
     writeln!(stderr, "{name}: skipped: needs {tool}: {command}").unwrap();
@@ -102,7 +101,9 @@ fn is_here(tool: &str) -> bool {
         None if tool == "mounts" => ("unshare".as_ref(), &["--mount", "true"]),
         None if tool == netns::NEED => return netns::possible(),
         None if tool == "coredns" => return coredns().is_some(),
+        None if tool == "corkscrew" => return corkscrew().is_some(),
         None if tool == "kubectl" => return kubectl().is_some(),
+        None if tool == "postgresql" => return postgresql().is_some(),
         None if tool == "prometheus" => return prometheus().is_some(),
         None if tool == "sshd" => return openssh_server().is_some(),
         None if tool == "dig" => (tool.as_ref(), &["-v"]),
@@ -181,6 +182,19 @@ pub(crate) fn openssh_server() -> Option<PathBuf> {
 pub(crate) fn prometheus() -> Option<PathBuf> {
     let program = cache()?.join("prometheus/usr/bin/prometheus");
     Some(program).filter(|program| program.exists())
+}
+
+/// Debian's corkscrew, which `.ci/setup` unpacks into the cache.
+pub(crate) fn corkscrew() -> Option<PathBuf> {
+    let program = cache()?.join("corkscrew/usr/bin/corkscrew");
+    Some(program).filter(|program| program.exists())
+}
+
+/// Folder with the files of Debian's PostgreSQL, which `.ci/setup` unpacks into the cache. Its programs find their other files by
+/// their own path.
+pub(crate) fn postgresql() -> Option<PathBuf> {
+    let folder = cache()?.join("postgresql");
+    Some(folder).filter(|folder| folder.join("usr/lib/postgresql/15/bin/postgres").exists())
 }
 
 /// A child before its start.
