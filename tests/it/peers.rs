@@ -622,7 +622,7 @@ async fn a_rotation_waits_for_each_gateway_and_its_edges() {
 }
 
 /// Returns the serial number of the certificate that a gateway presents to edges and other gateways.
-async fn serial_of(site: &GatewayProcess) -> String {
+pub(crate) async fn serial_of(site: &GatewayProcess) -> String {
     let url = format!("http://{}/api/v1/certificates", site.admin);
     let all = Tool::curl().args([url]).run().await.ok().json();
     let all = all.as_array().unwrap();
@@ -637,7 +637,7 @@ async fn revoke_gateway(site: &GatewayProcess, arguments: &[&str]) -> ExitedProc
 }
 
 /// Returns the output of `ca gateways` at a gateway.
-async fn list_gateways(site: &GatewayProcess) -> String {
+pub(crate) async fn list_gateways(site: &GatewayProcess) -> String {
     let list = causeway("ca gateways").flag("--data-dir", site.data());
     list.run().await.ok().stdout
 }
