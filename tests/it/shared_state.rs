@@ -19,7 +19,10 @@ use crate::{
 use futures_util::{StreamExt, stream};
 use rustls::version::TLS13;
 use serde_json::Value;
-use std::{fs, time::Duration};
+use std::{
+    fs,
+    time::{Duration, SystemTime},
+};
 use test_summary::unused_port;
 
 const URL: &str = "http://edge-1:9100/";
@@ -254,6 +257,62 @@ async fn a_pinned_key_is_removed_at_any_gateway() {
     .await;
     assert!(!has_pin(&two, &first).await && !has_pin(&one, &first).await);
     edge.kill().await;
+}
+
+/// Another machine gets the name of a node whose first machine was copied or stolen, and still runs.
+#[tokio::test]
+async fn a_new_enrolment_ends_older_tunnels_at_each_gateway() {
+    need!("etcd");
+    let etcd = Etcd::start().await;
+    let (old, new) = (App::saying("old").await, App::saying("new").await);
+    let sites = two_peers(&etcd).await;
+    let [one, two] = &sites;
+    let mut older = join_at_both(&sites, "edge-1", &old).await;
+    let row = one.node("edge-1").await;
+    let old_serial = row["details"][0]["certificate"].clone();
+    assert!(old_serial.is_string(), "{row}");
+    // Gateways compare the seconds in which certificates were issued.
+    let next_second = SystemTime::now() + Duration::from_secs(1);
+    until("the next certificate is later", async || {
+        SystemTime::now() > next_second
+    })
+    .await;
+
+    // The other gateway learns of the enrolment only by the shared state.
+    let newest = two
+        .edge("edge-1", new.port())
+        .args(["--tunnels-gateways", "one"])
+        .flag("--join", two.token("--node edge-1").await);
+    let mut newest = newest.start();
+    newest.wait_for_line("tunnel registered").await;
+    for site in &sites {
+        until("the older tunnels have ended", async || {
+            let row = site.node("edge-1").await;
+            let details = row["details"].as_array();
+            details.is_none_or(|all| all.iter().all(|it| it["certificate"] != old_serial))
+        })
+        .await;
+        until("the newest machine serves", async || {
+            site.nobody().get(URL).await.text() == "new"
+        })
+        .await;
+    }
+    let refused = "was issued before the node joined again";
+    older.wait_for_line(refused).await;
+    older.kill().await;
+
+    // The older machine does not come back when the newest one is away.
+    newest.kill().await;
+    for site in &sites {
+        let older = causeway("edge --admin-listen 127.0.0.1:0 --tunnels-gateways one")
+            .flag("--gateways", &site.tunnel)
+            .flag("--data-dir", one.edge_data("edge-1"))
+            .flag("--ports", "{9100: {}}");
+        let mut older = older.start();
+        older.wait_for_line(refused).await;
+        older.kill().await;
+        assert_ne!(site.nobody().get(URL).await.text(), "old");
+    }
 }
 
 /// Returns the roots of a gateway, as the admin API shows them.
