@@ -683,7 +683,7 @@ async fn a_revoked_gateway_is_refused_until_it_has_another_certificate() {
     assert_eq!(fleet.sites[0].nobody().get(URL).await.status, 200);
     until("the revocation is listed and confirmed", async || {
         let listed = list_gateways(&fleet.sites[0]).await;
-        let confirmed = "1 of 1 nodes at this gateway have confirmed";
+        let confirmed = "1 of 1 connected nodes have confirmed";
         let expected = [confirmed, "stolen", &serial];
         expected.iter().all(|text| listed.contains(text))
     })

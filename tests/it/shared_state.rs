@@ -362,6 +362,11 @@ async fn the_certificate_of_a_gateway_is_revoked_at_any_gateway() {
     let sites = two_peers(&etcd).await;
     let [one, two] = &sites;
     let edge = join_at_both(&sites, "edge-1", &app).await;
+    let token = one.token("--node edge-2").await;
+    let at_one_gateway = two.edge("edge-2", app.port()).flag("--join", token);
+    let at_one_gateway = at_one_gateway.args(["--tunnels-gateways", "one"]);
+    let mut at_one_gateway = at_one_gateway.start();
+    at_one_gateway.wait_for_line("tunnel registered").await;
     let serial = serial_of(one).await;
     let line = format!("ca revoke-gateway {serial} --reason stolen");
     let revoked = order(two, &line).await.ok();
@@ -376,7 +381,7 @@ async fn the_certificate_of_a_gateway_is_revoked_at_any_gateway() {
     for site in &sites {
         until("each gateway lists the revocation", async || {
             let listed = list_gateways(site).await;
-            [&*serial, "stolen", "1 of 1 nodes"]
+            [&*serial, "stolen", "2 of 2 connected nodes have confirmed"]
                 .iter()
                 .all(|text| listed.contains(text))
         })
@@ -384,6 +389,7 @@ async fn the_certificate_of_a_gateway_is_revoked_at_any_gateway() {
         assert_eq!(site.nobody().get(URL).await.status, 200);
     }
     edge.kill().await;
+    at_one_gateway.kill().await;
 }
 
 #[tokio::test]

@@ -299,6 +299,7 @@ impl Gateway {
                 instance: number.to_string(),
                 hello_timeout: config::Tunnel::default().hello_timeout,
                 ca: LiveCa::new(ca),
+                revocation: None,
             },
             registry,
             tasks: Arc::default(),
