@@ -4,10 +4,14 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    fs,
+    path::Path,
     time::{Duration, Instant},
 };
 
-use causeway_certs::{Entries, EntryChange, Fingerprint, Pin, Revocation, entry_text};
+use causeway_certs::{
+    Entries, EntryChange, Fingerprint, NodeName, OpenMode, Pin, Revocation, Store, entry_text,
+};
 use causeway_gateway::shared_state::StateEngine;
 use causeway_k8s::{SecretEngine, build_client};
 use data_encoding::BASE64;
@@ -20,7 +24,12 @@ use tokio::{
 
 use crate::{
     full, trial,
-    world::{World, process::PATIENCE, world},
+    world::{
+        World,
+        causeway::BINARY,
+        process::{PATIENCE, Program, ToolOutput},
+        world,
+    },
 };
 
 const EXAMPLE: &str = "state/rbac.yaml";
@@ -46,6 +55,10 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial(
             "state::changes_are_seen_after_a_restart_of_the_api_server",
             changes_are_seen_after_a_restart_of_the_api_server,
+        ),
+        trial(
+            "state::the_state_moves_to_secrets_and_back",
+            the_state_moves_to_secrets_and_back,
         ),
     ]
 }
@@ -370,4 +383,89 @@ fn changes_are_seen_after_a_restart_of_the_api_server() {
             written.elapsed()
         );
     });
+}
+
+/// Runs `state migrate` with these configurations in a folder.
+fn migrate(folder: &Path, from: &str, to: &str) -> ToolOutput {
+    let migrate = Program::new(BINARY).words("state migrate --from");
+    let migrate = migrate.args([folder.join(from)]).words("--to");
+    migrate.args([folder.join(to)]).run()
+}
+
+/// Makes a data directory with an entry of each kind.
+fn make_state(data: &Path) {
+    for line in [
+        "ca init",
+        "token create --node edge-1",
+        "node add edge-2 --pool north",
+        "node revoke edge-3 --unseen --reason lost",
+    ] {
+        let order = Program::new(BINARY).words(line).words("--data-dir");
+        order.args([data]).run().ok();
+    }
+    let key = Fingerprint::digest(b"the key of an app");
+    let pin = (
+        NodeName::parse("edge-2").unwrap(),
+        10250,
+        Pin { key, since: 9 },
+    );
+    let store = Store::open(data, OpenMode::Existing).unwrap();
+    store.pins().record_new(&[pin]).unwrap();
+}
+
+fn the_state_moves_to_secrets_and_back() {
+    let world = world();
+    delete_secrets(&world);
+    let kubeconfig = world.cluster.account("egress");
+    world.cluster.apply_example(EXAMPLE);
+    let folder = world.path("migrated");
+    fs::create_dir_all(&folder).unwrap();
+    let (data, back) = (folder.join("data"), folder.join("back"));
+    make_state(&data);
+    let kubernetes = json!({ "kubeconfig": kubeconfig, "state": "kube-system/causeway-state" });
+    for (file, configuration) in [
+        ("from.yaml", json!({ "data_dir": data })),
+        (
+            "cluster.yaml",
+            json!({ "data_dir": folder.join("unused"), "kubernetes": kubernetes }),
+        ),
+        ("back.yaml", json!({ "data_dir": back })),
+    ] {
+        fs::write(folder.join(file), configuration.to_string()).unwrap();
+    }
+
+    // A repeated command changes nothing.
+    for _ in 0..2 {
+        let copied = migrate(&folder, "from.yaml", "cluster.yaml").ok();
+        let expected = "copied 2 nodes, 1 revocations, 1 join tokens, 1 pinned keys and no CA";
+        assert!(copied.text().contains(expected), "{}", copied.text());
+        let remedy = "the CA is not copied; make its Secret";
+        assert!(copied.stderr.contains(remedy), "{}", copied.stderr);
+    }
+    let entries = |data: &Path| {
+        let store = Store::open(data, OpenMode::Existing).unwrap();
+        store.entries().unwrap()
+    };
+    let mut expected = entries(&data);
+    assert!(expected.remove("ca").is_some());
+    let stored = stored_entries(&world);
+    assert!(stored.keys().eq(expected.keys()), "{stored:?}");
+
+    // The gateway that gets the state back has the files of the CA.
+    Store::open(&back, OpenMode::Create).unwrap();
+    for file in ["ca.json", "ca.pem", "tickets.key"] {
+        if data.join(file).exists() {
+            fs::copy(data.join(file), back.join(file)).unwrap();
+        }
+    }
+    migrate(&folder, "cluster.yaml", "back.yaml").ok();
+    assert_eq!(entries(&back), entries(&data));
+
+    // A state that differs is not overwritten.
+    let change = Program::new(BINARY).words("node add edge-2 --pool south --data-dir");
+    change.args([&data]).run().ok();
+    let refused = migrate(&folder, "from.yaml", "cluster.yaml").failed();
+    assert!(refused.contains("has another state already"), "{refused}");
+    assert_eq!(stored_entries(&world), stored);
+    delete_secrets(&world);
 }
