@@ -16,23 +16,29 @@ use causeway_gateway::shared_state::StateEngine;
 use causeway_k8s::{SecretEngine, build_client};
 use data_encoding::BASE64;
 use libtest_mimic::Trial;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::{
     runtime::Builder,
     time::{sleep, timeout},
 };
 
 use crate::{
-    full, trial,
+    full,
+    nodes::started,
+    trial,
     world::{
         World,
         causeway::BINARY,
-        process::{PATIENCE, Program, ToolOutput},
+        process::{PATIENCE, Process, Program, ToolOutput, until},
         world,
     },
 };
 
 const EXAMPLE: &str = "state/rbac.yaml";
+
+/// Ports of the gateway whose edges reconnect.
+const TUNNEL: u16 = 13_262;
+const ADMIN: u16 = 13_265;
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
@@ -59,6 +65,10 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial(
             "state::the_state_moves_to_secrets_and_back",
             the_state_moves_to_secrets_and_back,
+        ),
+        trial(
+            "state::edges_that_reconnect_write_nothing_to_secrets",
+            edges_that_reconnect_write_nothing_to_secrets,
         ),
     ]
 }
@@ -211,6 +221,14 @@ pub(crate) fn requests(world: &World) -> BTreeMap<String, u64> {
         *counts.entry(verb.to_owned()).or_default() += count.parse::<u64>().unwrap();
     }
     counts
+}
+
+/// Returns the number of writes of Secrets since the start of the API server.
+pub(crate) fn writes(world: &World) -> u64 {
+    let requests = requests(world);
+    let writes = ["POST", "PUT", "PATCH", "APPLY", "DELETE"];
+    let counts = writes.map(|verb| requests.get(verb).copied().unwrap_or_default());
+    counts.iter().sum()
 }
 
 fn revocations_of_an_earlier_version_are_moved() {
@@ -467,5 +485,69 @@ fn the_state_moves_to_secrets_and_back() {
     let refused = migrate(&folder, "from.yaml", "cluster.yaml").failed();
     assert!(refused.contains("has another state already"), "{refused}");
     assert_eq!(stored_entries(&world), stored);
+    delete_secrets(&world);
+}
+
+/// Starts an edge that joins by a token.
+fn join(folder: &Path, node: &str) -> Process {
+    let create = Program::new(BINARY).words("token create --node");
+    let create = create.args([node, "--data-dir"]);
+    let token = create.args([folder.join("data")]).run().ok().text();
+    let edge = Program::new(BINARY).words("edge --admin-listen 127.0.0.1:0 --data-dir");
+    let edge = edge.args([folder.join(node)]).args(["--gateway"]);
+    let edge = edge.args([format!("127.0.0.1:{TUNNEL}"), "--join".to_owned()]);
+    let edge = edge.args([token.trim(), "--ports", "{9100: {}}"]);
+    edge.start(&folder.join(format!("{node}.log")))
+}
+
+/// Returns the number of nodes that are connected to the gateway.
+fn connected() -> usize {
+    let url = format!("http://127.0.0.1:{ADMIN}/api/v1/edges");
+    let listed = Program::new("curl").words("-sS").args([url]).run();
+    let nodes: Vec<Value> = serde_json::from_slice(&listed.stdout).unwrap_or_default();
+    let connected = nodes.iter().filter(|node| node["state"] == "connected");
+    connected.count()
+}
+
+/// Each reconnection is one after the death of the gateway. With `CAUSEWAY_TEST_FULL=1` there are 1,000 of them.
+fn edges_that_reconnect_write_nothing_to_secrets() {
+    const EDGES: usize = 10;
+    let rounds = if full() { 100 } else { 5 };
+    let world = world();
+    delete_secrets(&world);
+    let kubeconfig = world.cluster.account("egress");
+    world.cluster.apply_example(EXAMPLE);
+    let folder = world.path("reconnects");
+    fs::create_dir_all(&folder).unwrap();
+    let config = json!({
+        "data_dir": folder.join("data"),
+        "tunnel": { "listen": format!("127.0.0.1:{TUNNEL}") },
+        "admin": { "listen": format!("127.0.0.1:{ADMIN}") },
+        "timeouts": { "edges": "0s" },
+        "kubernetes": { "kubeconfig": kubeconfig, "state": "kube-system/causeway-state" },
+    });
+    let mut gateway = started(&folder, &config.to_string());
+    let names = (0..EDGES).map(|number| format!("reconnecting-{number}"));
+    let edges: Vec<_> = names.map(|node| join(&folder, &node)).collect();
+    until("all edges are connected", || connected() == EDGES);
+    until("all nodes are in the Secrets", || {
+        let stored = stored_entries(&world);
+        let nodes = stored.keys().filter(|key| key.starts_with("node/"));
+        nodes.count() == EDGES
+    });
+
+    let before = writes(&world);
+    for _ in 0..rounds {
+        drop(gateway);
+        gateway = started(&folder, &config.to_string());
+        until("all edges are connected again", || connected() == EDGES);
+    }
+    let written = writes(&world) - before;
+    println!(
+        "counted: writes of Secrets while edges connected again {} times: {written}",
+        rounds * EDGES
+    );
+    assert_eq!(written, 0);
+    drop((edges, gateway));
     delete_secrets(&world);
 }
