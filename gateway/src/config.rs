@@ -343,7 +343,7 @@ impl Default for Admin {
 pub struct Limits {
     /// Concurrent streams in total.
     pub streams: usize,
-    /// Concurrent streams of one client.
+    /// Concurrent streams of one client at this gateway. Each gateway counts by itself, so at three gateways a client can have three times as many.
     pub per_client: usize,
     /// Concurrent streams to one node.
     pub per_node: usize,

@@ -39,12 +39,21 @@ struct PeerGateway {
     serial: String,
 }
 
-/// Number of the nodes at the running gateway that know all its revocations.
+/// Number of the nodes at the running gateway, and at the gateways that it is connected to, that know all its revocations.
 #[derive(Debug, Deserialize)]
 struct InformedNodes {
     revoked: usize,
     connected: usize,
     informed: usize,
+    #[serde(default)]
+    uncounted: Vec<UncountedGateway>,
+}
+
+/// Gateway whose nodes have not been counted as informed.
+#[derive(Debug, Deserialize)]
+struct UncountedGateway {
+    address: String,
+    error: String,
 }
 
 /// The gateway that runs on a data directory, and the other gateways that it knows.
@@ -218,9 +227,14 @@ pub(super) async fn list(args: &CaGateways) -> anyhow::Result<()> {
             let InformedNodes {
                 connected,
                 informed,
+                uncounted,
                 ..
             } = nodes;
-            outln!("{informed} of {connected} nodes at this gateway have confirmed all revocations")
+            outln!("{informed} of {connected} connected nodes have confirmed all revocations")?;
+            for UncountedGateway { address, error } in uncounted {
+                outln!("the confirmations of the gateway at {address} are not counted: {error}")?;
+            }
+            Ok(())
         }
         _ => Ok(()),
     }
@@ -252,6 +266,7 @@ mod tests {
         let body = br#"{"revoked":1,"connected":3,"informed":2}"#;
         let nodes = parse_informed_nodes(StatusCode::OK, body).unwrap().unwrap();
         assert_eq!((nodes.revoked, nodes.connected, nodes.informed), (1, 3, 2));
+        assert!(nodes.uncounted.is_empty());
         let earlier = parse_informed_nodes(StatusCode::NOT_FOUND, b"");
         assert!(earlier.unwrap().is_none());
         parse_informed_nodes(StatusCode::INTERNAL_SERVER_ERROR, body).unwrap_err();

@@ -304,17 +304,29 @@ async fn peer_report(address: &AdminAddress) -> Option<String> {
 
 fn peer_table(peers: &[Value], now: SystemTime) -> String {
     let mut table = Table::new();
-    let header = ["OTHER GATEWAY", "STATE", "SINCE", "NODES", "RTT", "VERSION"];
+    let header = [
+        "OTHER GATEWAY",
+        "STATE",
+        "SINCE",
+        "NODES",
+        "RTT",
+        "LAG",
+        "VERSION",
+    ];
     table.load_style(presets::NOTHING).set_header(header);
     for peer in peers {
         let round_trip = peer["rtt_ms"].as_f64();
         let round_trip = round_trip.map(|millis| format!("{millis:.1} ms").into());
+        // Older gateways do not report the lag.
+        let lag = peer["lag_ms"].as_f64();
+        let lag = lag.map(|millis| format!("{:.1} s", millis / 1e3).into());
         table.add_row([
             text_cell(&peer["address"]),
             text_cell(&peer["state"]),
             age_cell(&peer["since"], now),
             number_cell(&peer["nodes"]),
             text_cell(&round_trip.unwrap_or_default()),
+            text_cell(&lag.unwrap_or_default()),
             text_cell(&peer["version"]),
         ]);
     }

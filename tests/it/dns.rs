@@ -5,7 +5,7 @@ use crate::world::{
     app::App,
     gateway::loopback,
     netns::{self, SharedNetwork},
-    process::causeway,
+    process::{GatewayProcess, OPEN, causeway},
     tool::{Running, Tool, coredns, full, need},
     until,
 };
@@ -18,6 +18,7 @@ use std::{
     sync::atomic::{AtomicU8, Ordering},
     time::{Duration, Instant},
 };
+use test_summary::unused_port;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpStream, UdpSocket},
@@ -138,6 +139,56 @@ async fn an_edge_name_resolves_within_a_second_and_while_disconnected() {
     let metrics = world.metrics().await;
     assert_eq!(metrics.sum("dns_queries_total", &[("outcome", "edge")]), 7);
     assert_eq!(metrics.sum("dns_queries_total", &[("outcome", "none")]), 1);
+}
+
+/// Both gateways forward requests to each other, so both know which one has the tunnel.
+#[tokio::test]
+async fn a_name_resolves_to_the_gateway_that_holds_the_node_and_follows_it() {
+    const ADDRESSES: [&str; 2] = ["192.0.2.1", "192.0.2.2"];
+    need!("dig", "curl");
+    let address = || SocketAddr::from(([127, 0, 0, 1], unused_port()));
+    let (tunnels, servers) = ([address(), address()], [address(), address()]);
+    let configuration = |number: usize| {
+        let [first, second] = tunnels;
+        let (server, own) = (servers[number], ADDRESSES[number]);
+        format!(
+            "{OPEN}\npeers: {{ addresses: [\"{first}\", \"{second}\"] }}\n\
+             dns: {{ listen: \"{server}\", zones: [{ZONE}], addresses: [\"{own}\"], holders: true }}"
+        )
+    };
+    let tunnel = tunnels[0].to_string();
+    let first = GatewayProcess::listening(&tunnel, &configuration(0)).await;
+    first.join("edge-1", 1).await.stop().await.ok();
+    first.forget_gateways("edge-1");
+    let tunnel = tunnels[1].to_string();
+    let second = Box::pin(first.replica_with(&tunnel, &configuration(1))).await;
+    let name = format!("edge-1.{ZONE}");
+    let until_answer = async |expected: &[&str]| {
+        for server in servers {
+            until(&format!("{server} answers {expected:?}"), async || {
+                let answer = short(server, &name).await;
+                let mut answer: Vec<_> = answer.lines().collect();
+                answer.sort_unstable();
+                answer == expected
+            })
+            .await;
+        }
+    };
+    // The clients of a node that is away hear so from each gateway.
+    until_answer(&ADDRESSES).await;
+    for (holder, site) in [(0, &first), (1, &second), (0, &first)] {
+        let edge = causeway("edge --admin-listen 127.0.0.1:0 --tunnels-gateways one")
+            .flag("--gateways", &site.tunnel)
+            .flag("--data-dir", first.edge_data("edge-1"))
+            .flag("--ports", "{9100: {}}");
+        let mut edge = edge.start();
+        edge.wait_for_line("tunnel registered").await;
+        until_answer(&ADDRESSES[holder..=holder]).await;
+        // The next process must not learn the other gateway from this one.
+        edge.stop().await.ok();
+        first.forget_gateways("edge-1");
+        until_answer(&ADDRESSES).await;
+    }
 }
 
 #[tokio::test]

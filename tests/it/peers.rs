@@ -622,7 +622,7 @@ async fn a_rotation_waits_for_each_gateway_and_its_edges() {
 }
 
 /// Returns the serial number of the certificate that a gateway presents to edges and other gateways.
-async fn serial_of(site: &GatewayProcess) -> String {
+pub(crate) async fn serial_of(site: &GatewayProcess) -> String {
     let url = format!("http://{}/api/v1/certificates", site.admin);
     let all = Tool::curl().args([url]).run().await.ok().json();
     let all = all.as_array().unwrap();
@@ -637,7 +637,7 @@ async fn revoke_gateway(site: &GatewayProcess, arguments: &[&str]) -> ExitedProc
 }
 
 /// Returns the output of `ca gateways` at a gateway.
-async fn list_gateways(site: &GatewayProcess) -> String {
+pub(crate) async fn list_gateways(site: &GatewayProcess) -> String {
     let list = causeway("ca gateways").flag("--data-dir", site.data());
     list.run().await.ok().stdout
 }
@@ -683,7 +683,7 @@ async fn a_revoked_gateway_is_refused_until_it_has_another_certificate() {
     assert_eq!(fleet.sites[0].nobody().get(URL).await.status, 200);
     until("the revocation is listed and confirmed", async || {
         let listed = list_gateways(&fleet.sites[0]).await;
-        let confirmed = "1 of 1 nodes at this gateway have confirmed";
+        let confirmed = "1 of 1 connected nodes have confirmed";
         let expected = [confirmed, "stolen", &serial];
         expected.iter().all(|text| listed.contains(text))
     })

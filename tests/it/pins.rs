@@ -39,7 +39,7 @@ const ONCE: &str = "https://edge-1:10250/once";
 
 /// Certificates with their keys; an upstream shows one of them.
 #[derive(Debug)]
-struct FixedCertificate {
+pub(crate) struct FixedCertificate {
     keys: Vec<Arc<CertifiedKey>>,
     now: AtomicUsize,
     /// Shows the next one on each connection.
@@ -47,7 +47,7 @@ struct FixedCertificate {
 }
 
 impl FixedCertificate {
-    fn of(leaves: &[&LeafCertificate], turns: bool) -> Arc<Self> {
+    pub(crate) fn of(leaves: &[&LeafCertificate], turns: bool) -> Arc<Self> {
         Arc::new(Self {
             keys: leaves.iter().map(|leaf| leaf.certified_key()).collect(),
             now: AtomicUsize::new(0),
@@ -55,12 +55,15 @@ impl FixedCertificate {
         })
     }
 
-    fn now(&self, number: usize) {
+    pub(crate) fn now(&self, number: usize) {
         self.now.store(number, SeqCst);
     }
 
     /// TLS of an app.
-    fn serve(self: &Arc<Self>, version: &'static SupportedProtocolVersion) -> Arc<ServerConfig> {
+    pub(crate) fn serve(
+        self: &Arc<Self>,
+        version: &'static SupportedProtocolVersion,
+    ) -> Arc<ServerConfig> {
         let builder = ServerConfig::builder_with_protocol_versions(&[version]);
         let builder = builder.with_no_client_auth();
         Arc::new(builder.with_cert_resolver(self.clone()))
@@ -104,7 +107,7 @@ async fn order(line: &str, data: &Path) -> ExitedProcess {
     order.flag("--data-dir", data).run().await
 }
 
-fn key(leaf: &LeafCertificate) -> Fingerprint {
+pub(crate) fn key(leaf: &LeafCertificate) -> Fingerprint {
     Fingerprint::of_key(&leaf.chain()[0]).unwrap()
 }
 

@@ -1,18 +1,29 @@
 //! Gateways that share their durable state in a real etcd: every command works at any of them, and a gateway that loses its data
 //! directory forgets nothing.
 
-use crate::world::{
-    PATIENCE,
-    app::App,
-    etcd::Etcd,
-    link::Link,
-    process::{ExitedProcess, GatewayProcess, OPEN, Output, causeway},
-    tool::{Tool, need},
-    until,
+use crate::{
+    apps::by_path,
+    peers::{list_gateways, peers_of, serial_of},
+    pins::{FixedCertificate, key},
+    world::{
+        PATIENCE,
+        app::App,
+        authority::Authority,
+        etcd::Etcd,
+        link::Link,
+        process::{ExitedProcess, GatewayProcess, OPEN, Output, Process, causeway},
+        tool::{Tool, need},
+        until,
+    },
 };
 use futures_util::{StreamExt, stream};
+use rustls::version::TLS13;
 use serde_json::Value;
-use std::{fs, time::Duration};
+use std::{
+    fs,
+    time::{Duration, SystemTime},
+};
+use test_summary::unused_port;
 
 const URL: &str = "http://edge-1:9100/";
 
@@ -33,6 +44,56 @@ fn configuration(etcd: &Etcd, prefix: &str) -> String {
 
 fn configuration_at(endpoint: &str, prefix: &str) -> String {
     format!("{OPEN}\nstate: {{ etcd: {{ endpoints: [\"{endpoint}\"], prefix: {prefix} }} }}")
+}
+
+/// Starts two gateways that forward requests to each other.
+async fn two_peers(etcd: &Etcd) -> [GatewayProcess; 2] {
+    let tunnels = [unused_port(), unused_port()].map(|port| format!("127.0.0.1:{port}"));
+    let configuration = format!(
+        "{}\npeers: {{ addresses: [\"{}\"] }}",
+        configuration(etcd, "/causeway/"),
+        tunnels.join("\", \"")
+    );
+    let one = GatewayProcess::listening(&tunnels[0], &configuration).await;
+    one.until_ready().await;
+    let folder = tempfile::tempdir().unwrap();
+    let two = GatewayProcess::of(folder, &tunnels[1], &configuration).await;
+    let sites = [one, two];
+    until_connected(&sites).await;
+    sites
+}
+
+/// Waits until each gateway knows the nodes of the other one.
+async fn until_connected(sites: &[GatewayProcess; 2]) {
+    for site in sites {
+        until("the gateways are connected", async || {
+            let peers = peers_of(site).await;
+            peers.len() == 1 && peers[0]["synchronized"] == true
+        })
+        .await;
+    }
+}
+
+/// Starts the edge of a node that joins at the first gateway, and has tunnels at both.
+async fn join_at_both(sites: &[GatewayProcess; 2], node: &str, app: &App) -> Process {
+    let [one, two] = sites;
+    let token = one.token(&format!("--node {node}")).await;
+    let edge = one.edge(node, app.port());
+    let edge = edge.flag("--gateway", &two.tunnel).flag("--join", token);
+    let edge = edge.start();
+    until_held(sites, node).await;
+    edge
+}
+
+/// Waits until each gateway has a tunnel of the node.
+async fn until_held(sites: &[GatewayProcess; 2], node: &str) {
+    for site in sites {
+        until(&format!("each gateway holds {node}"), async || {
+            let row = site.node(node).await;
+            row["tunnels"].as_u64().is_some_and(|count| count > 0)
+        })
+        .await;
+    }
 }
 
 /// Runs a command on the gateway's data directory.
@@ -107,14 +168,229 @@ async fn each_command_works_at_any_gateway() {
     order(&two, "node allow edge-1").await.ok();
     until_known(&one, "edge-1", "away").await;
 
-    order(&two, "ca rotate prepare").await.ok();
-    let prepared = async || {
-        let url = format!("http://{}/api/v1/ca", one.admin);
-        let answer = Tool::curl().args([url]).run().await.ok();
-        answer.json()["roots"].as_array().map(Vec::len) == Some(2)
-    };
-    until("the other gateway has the prepared root", prepared).await;
     edge.kill().await;
+}
+
+#[tokio::test]
+async fn nodes_are_added_and_tokens_revoked_at_any_gateway() {
+    need!("etcd");
+    let etcd = Etcd::start().await;
+    let one = GatewayProcess::with_listeners(&configuration(&etcd, "/causeway/")).await;
+    let two = another(&etcd, &one).await;
+    two.until_ready().await;
+    let added = order(&two, "node add edge-1 --pool north").await.ok();
+    assert_eq!(added.stdout, "edge-1 is admitted\n");
+    until("the other gateway knows the new node", async || {
+        one.node("edge-1").await["pool"] == "north"
+    })
+    .await;
+
+    let token = one.token("--node edge-2").await;
+    let mut id = None;
+    until("the token is at the other gateway", async || {
+        let listed = order(&two, "token list -o json").await.ok();
+        let tokens: Value = serde_json::from_str(&listed.stdout).unwrap();
+        let first = tokens[0]["id"].as_str();
+        id = first.map(str::to_owned);
+        id.is_some()
+    })
+    .await;
+    let line = format!("token revoke {}", id.unwrap());
+    order(&two, &line).await.ok();
+    for site in [&one, &two] {
+        let joining = site.edge("edge-2", 1).flag("--join", &token);
+        let refused = joining.run().await;
+        refused.failed(&["the join token was revoked"]);
+    }
+}
+
+#[tokio::test]
+async fn a_pinned_key_is_removed_at_any_gateway() {
+    need!("etcd");
+    let (etcd, authority) = (Etcd::start().await, Authority::new());
+    let (first, second) = (authority.app(&["a"]), authority.app(&["b"]));
+    let shows = FixedCertificate::of(&[&first, &second], false);
+    let app = App::https(shows.serve(&TLS13), by_path).await;
+    let configuration = format!(
+        "{}\nupstream_tls: {{ 9100: {{ pin: true }} }}",
+        configuration(&etcd, "/causeway/")
+    );
+    let one = GatewayProcess::with_listeners(&configuration).await;
+    let two = another_with(&configuration, &one).await;
+    two.until_ready().await;
+    let ports = format!(
+        "{{9100: {{target: \"127.0.0.1:{}\", scheme: tcp}}}}",
+        app.port()
+    );
+    let mut edge = causeway("edge --admin-listen 127.0.0.1:0")
+        .flag("--gateway", &one.tunnel)
+        .flag("--data-dir", one.edge_data("edge-1"))
+        .flag("--ports", ports)
+        .flag("--join", one.token("--node edge-1").await)
+        .start();
+    edge.wait_for_line("tunnel registered").await;
+    let has_pin = async |site: &GatewayProcess, key: &str| {
+        let listed = order(site, "node pins").await.ok();
+        listed.stdout.contains(key)
+    };
+    // The upstream closes the connection, so the next request sees its key again.
+    let once = format!("{URL}once");
+    assert_eq!(one.nobody().get(&once).await.text(), "once");
+    let [first, second] = [key(&first), key(&second)].map(|key| key.to_string());
+    until("the other gateway has the pinned key", async || {
+        has_pin(&two, &first).await
+    })
+    .await;
+
+    shows.now(1);
+    let refused = one.nobody().get(&once).await;
+    assert_eq!(refused.status, 502, "{refused}");
+    let removed = order(&two, "node unpin edge-1 9100").await.ok();
+    let expected = "the pinned key of edge-1 at port 9100 is removed\n";
+    assert_eq!(removed.stdout, expected);
+    until("the next key is pinned", async || {
+        one.nobody().get(&once).await.status == 200
+    })
+    .await;
+    until("the other gateway has the next key", async || {
+        has_pin(&two, &second).await
+    })
+    .await;
+    assert!(!has_pin(&two, &first).await && !has_pin(&one, &first).await);
+    edge.kill().await;
+}
+
+/// Another machine gets the name of a node whose first machine was copied or stolen, and still runs.
+#[tokio::test]
+async fn a_new_enrolment_ends_older_tunnels_at_each_gateway() {
+    need!("etcd");
+    let etcd = Etcd::start().await;
+    let (old, new) = (App::saying("old").await, App::saying("new").await);
+    let sites = two_peers(&etcd).await;
+    let [one, two] = &sites;
+    let mut older = join_at_both(&sites, "edge-1", &old).await;
+    let row = one.node("edge-1").await;
+    let old_serial = row["details"][0]["certificate"].clone();
+    assert!(old_serial.is_string(), "{row}");
+    // Gateways compare the seconds in which certificates were issued.
+    let next_second = SystemTime::now() + Duration::from_secs(1);
+    until("the next certificate is later", async || {
+        SystemTime::now() > next_second
+    })
+    .await;
+
+    // The other gateway learns of the enrolment only by the shared state.
+    let newest = two
+        .edge("edge-1", new.port())
+        .args(["--tunnels-gateways", "one"])
+        .flag("--join", two.token("--node edge-1").await);
+    let mut newest = newest.start();
+    newest.wait_for_line("tunnel registered").await;
+    for site in &sites {
+        until("the older tunnels have ended", async || {
+            let row = site.node("edge-1").await;
+            let details = row["details"].as_array();
+            details.is_none_or(|all| all.iter().all(|it| it["certificate"] != old_serial))
+        })
+        .await;
+        until("the newest machine serves", async || {
+            site.nobody().get(URL).await.text() == "new"
+        })
+        .await;
+    }
+    let refused = "was issued before the node joined again";
+    older.wait_for_line(refused).await;
+    older.kill().await;
+
+    // The older machine does not come back when the newest one is away.
+    newest.kill().await;
+    for site in &sites {
+        let older = causeway("edge --admin-listen 127.0.0.1:0 --tunnels-gateways one")
+            .flag("--gateways", &site.tunnel)
+            .flag("--data-dir", one.edge_data("edge-1"))
+            .flag("--ports", "{9100: {}}");
+        let mut older = older.start();
+        older.wait_for_line(refused).await;
+        older.kill().await;
+        assert_ne!(site.nobody().get(URL).await.text(), "old");
+    }
+}
+
+/// Returns the roots of a gateway, as the admin API shows them.
+async fn roots_of(site: &GatewayProcess) -> Vec<Value> {
+    let url = format!("http://{}/api/v1/ca", site.admin);
+    let answer = Tool::curl().args([url]).run().await.ok();
+    answer.json()["roots"].as_array().unwrap().clone()
+}
+
+#[tokio::test]
+async fn each_step_of_a_rotation_works_at_any_gateway() {
+    need!("etcd");
+    let (etcd, app) = (Etcd::start().await, App::saying("it").await);
+    let sites = two_peers(&etcd).await;
+    let [one, two] = &sites;
+    let edge = join_at_both(&sites, "edge-1", &app).await;
+    let old = roots_of(one).await;
+    order(two, "ca rotate prepare").await.ok();
+    // The other gateway and the edge need a moment for the new root.
+    for (site, step) in [(one, "activate"), (two, "retire")] {
+        until(&format!("{step} succeeds"), async || {
+            let done = order(site, &format!("ca rotate {step}")).await;
+            done.code == Some(0)
+        })
+        .await;
+    }
+    until("both gateways have the new root alone", async || {
+        let (first, second) = (roots_of(one).await, roots_of(two).await);
+        first.len() == 1 && first == second && first != old
+    })
+    .await;
+    until_connected(&sites).await;
+    for site in &sites {
+        until("a request succeeds at each gateway", async || {
+            site.nobody().get(URL).await.status == 200
+        })
+        .await;
+    }
+    assert!(edge.written().count("certificate is renewed") > 0);
+    edge.kill().await;
+}
+
+#[tokio::test]
+async fn the_certificate_of_a_gateway_is_revoked_at_any_gateway() {
+    need!("etcd");
+    let (etcd, app) = (Etcd::start().await, App::saying("it").await);
+    let sites = two_peers(&etcd).await;
+    let [one, two] = &sites;
+    let edge = join_at_both(&sites, "edge-1", &app).await;
+    let token = one.token("--node edge-2").await;
+    let at_one_gateway = two.edge("edge-2", app.port()).flag("--join", token);
+    let at_one_gateway = at_one_gateway.args(["--tunnels-gateways", "one"]);
+    let mut at_one_gateway = at_one_gateway.start();
+    at_one_gateway.wait_for_line("tunnel registered").await;
+    let serial = serial_of(one).await;
+    let line = format!("ca revoke-gateway {serial} --reason stolen");
+    let revoked = order(two, &line).await.ok();
+    let expected = format!("the certificate {serial} is revoked\n");
+    assert_eq!(revoked.stdout, expected);
+    until("the gateway has another certificate", async || {
+        serial_of(one).await != serial
+    })
+    .await;
+    until_connected(&sites).await;
+    until_held(&sites, "edge-1").await;
+    for site in &sites {
+        until("each gateway lists the revocation", async || {
+            let listed = list_gateways(site).await;
+            [&*serial, "stolen", "2 of 2 connected nodes have confirmed"]
+                .iter()
+                .all(|text| listed.contains(text))
+        })
+        .await;
+        assert_eq!(site.nobody().get(URL).await.status, 200);
+    }
+    edge.kill().await;
+    at_one_gateway.kill().await;
 }
 
 #[tokio::test]

@@ -1,7 +1,7 @@
 //! A gateway whose control connection to another one is slow, while the connections for requests are not.
 
 use crate::{
-    peers::peers_of,
+    peers::{peers_of, status},
     world::{
         app::App,
         link::Link,
@@ -118,6 +118,22 @@ impl Fleet {
         self.sites[0].gateway.written().count(part)
     }
 
+    /// Returns the lag of the second gateway, in seconds, that `causeway status` shows at the first one.
+    async fn shown_lag(&self) -> f64 {
+        let table = status(&self.sites[0]).await.stdout;
+        let mut rows = table
+            .lines()
+            .skip_while(|line| !line.starts_with("OTHER GATEWAY"));
+        assert!(rows.next().unwrap().contains(" LAG "), "{table}");
+        let row = rows.next().unwrap_or_default();
+        let cells: Vec<&str> = row.split_whitespace().rev().collect();
+        let [version, "s", lag, ..] = cells[..] else {
+            panic!("{table}");
+        };
+        assert_eq!(version, env!("CARGO_PKG_VERSION"), "{table}");
+        lag.parse().unwrap()
+    }
+
     /// Returns whether the peer is suspect, and for how many seconds a probe has been unanswered.
     async fn suspicion(&self) -> (bool, f64) {
         let metrics = self.sites[0].metrics().await;
@@ -144,11 +160,19 @@ async fn late_probes_of_a_peer_fail_no_request_and_end_no_connection() {
             .await;
         }
     }
+    until("the lag is shown at each place", async || {
+        let first = &fleet.sites[0];
+        let peer_lag = peers_of(first).await[0]["lag_ms"].as_f64().unwrap();
+        let metric = first.metrics().await.seconds("peer_lag_seconds");
+        peer_lag > 1_000.0 && metric > 1.0 && fleet.shown_lag().await > 1.0
+    })
+    .await;
     fleet.until_known(0, "edge-2").await;
     assert!(fleet.request(0, "edge-2").await);
     fleet.link.delay(Duration::ZERO, 0..0);
     until("the peer answers at once", async || {
-        fleet.suspicion().await == (false, 0.0)
+        let peers = peers_of(&fleet.sites[0]).await;
+        peers[0]["lag_ms"] == 0.0 && fleet.suspicion().await == (false, 0.0)
     })
     .await;
     assert_eq!((fleet.logged(LOST), fleet.link.opened()), (0, connections));

@@ -5,7 +5,6 @@
 //! built for them alone. `BENCH_LOAD` names a build of `bench/load`, as for `bench/run`.
 
 use std::{
-    collections::BTreeMap,
     env, fs,
     path::{Path, PathBuf},
     thread,
@@ -230,7 +229,7 @@ fn five_thousand_nodes_with_five_thousand_edges() {
     );
     println!("memory with all edges: {} KiB", memory(&gateway));
     drop(flapping);
-    flap(&fleet);
+    flap(&world, &fleet);
     println!("memory after the flapping: {} KiB", memory(&gateway));
     rest(&world);
     assert!(memory(&gateway) < 700 << 10, "{} KiB", memory(&gateway));
@@ -246,9 +245,11 @@ fn five_thousand_nodes_with_five_thousand_edges() {
 }
 
 /// 500 edges connect and disconnect at once, while clients resolve names.
-fn flap(fleet: &Fleet) {
+fn flap(world: &World, fleet: &Fleet) {
+    const ROUNDS: u64 = 6;
     let (mut asked, mut slowest) = (0, Duration::ZERO);
-    for round in 1..=6_u64 {
+    let before = requests(world);
+    for round in 1..=ROUNDS {
         let flapping = fleet.edges("flapping-");
         let mut number = round;
         let here = || {
@@ -279,6 +280,10 @@ fn flap(fleet: &Fleet) {
     println!(
         "{asked} names were answered, the slowest after {slowest:?}, while 500 edges came and went 6 times"
     );
+    let (requests, reconnects) = (requests(world) - before, ROUNDS * FLAPPING);
+    println!("requests of the API server in {reconnects} reconnects: {requests}");
+    // The rest are watches that begin again, as in a time without changes.
+    assert!(requests * 50 < reconnects, "{requests} requests");
     assert!(slowest < ANSWERED, "{slowest:?}");
 }
 
@@ -325,7 +330,7 @@ fn two_thousand_nodes_join_within_a_minute() {
     let known = || metric("causeway_gateway_cluster_nodes{place=\"edge\"} ") == JOINING + 2;
     assert!(within(Duration::from_mins(1), known), "not all are known");
 
-    let before = state::requests(&world);
+    let before = state::writes(&world);
     let began = Instant::now();
     let asking = world.cluster.kubeconfig("admin");
     submit_requests(Path::new(&asking), JOINING);
@@ -338,7 +343,7 @@ fn two_thousand_nodes_join_within_a_minute() {
     assert!(are_signed, "{} are signed", signed());
     let took = began.elapsed();
     println!("{JOINING} requests were submitted and signed within {took:?}");
-    print_writes(&world, &before);
+    print_writes(&world, before);
 
     assert!(took < JOINED);
     join_by_tokens(&world, &folder);
@@ -354,7 +359,7 @@ fn two_thousand_nodes_join_within_a_minute() {
 
 /// Nodes join at once with a token each.
 fn join_by_tokens(world: &World, folder: &Path) {
-    let before = state::requests(world);
+    let before = state::writes(world);
     let join = format!(
         "join --gateway 127.0.0.1:{TUNNEL} --nodes {BY_TOKEN} --prefix by-token --tokens-of-their-own --data-dir"
     );
@@ -372,16 +377,13 @@ fn join_by_tokens(world: &World, folder: &Path) {
     println!("{result}");
     let result: Value = serde_json::from_str(result).unwrap();
     assert_eq!(result["joined"], BY_TOKEN);
-    print_writes(world, &before);
+    print_writes(world, before);
     assert!(result["seconds"].as_f64().unwrap() < JOINED.as_secs_f64());
 }
 
 /// Prints the writes of Secrets since then.
-fn print_writes(world: &World, before: &BTreeMap<String, u64>) {
-    let requests = state::requests(world);
-    let count = |verb: &str| requests.get(verb).unwrap_or(&0) - before.get(verb).unwrap_or(&0);
-    let writes = ["POST", "PUT", "PATCH", "DELETE"].map(count);
-    println!("writes of Secrets: {}", writes.iter().sum::<u64>());
+fn print_writes(world: &World, before: u64) {
+    println!("writes of Secrets: {}", state::writes(world) - before);
 }
 
 /// Submits a certificate request of each node, as its kubelet would.

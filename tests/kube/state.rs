@@ -4,26 +4,41 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    fs,
+    path::Path,
     time::{Duration, Instant},
 };
 
-use causeway_certs::{Entries, EntryChange, Fingerprint, Pin, Revocation, entry_text};
+use causeway_certs::{
+    Entries, EntryChange, Fingerprint, NodeName, OpenMode, Pin, Revocation, Store, entry_text,
+};
 use causeway_gateway::shared_state::StateEngine;
 use causeway_k8s::{SecretEngine, build_client};
 use data_encoding::BASE64;
 use libtest_mimic::Trial;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::{
     runtime::Builder,
     time::{sleep, timeout},
 };
 
 use crate::{
-    full, trial,
-    world::{World, process::PATIENCE, world},
+    full,
+    nodes::started,
+    trial,
+    world::{
+        World,
+        causeway::BINARY,
+        process::{PATIENCE, Process, Program, ToolOutput, until},
+        world,
+    },
 };
 
 const EXAMPLE: &str = "state/rbac.yaml";
+
+/// Ports of the gateway whose edges reconnect.
+const TUNNEL: u16 = 13_262;
+const ADMIN: u16 = 13_265;
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
@@ -46,6 +61,14 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial(
             "state::changes_are_seen_after_a_restart_of_the_api_server",
             changes_are_seen_after_a_restart_of_the_api_server,
+        ),
+        trial(
+            "state::the_state_moves_to_secrets_and_back",
+            the_state_moves_to_secrets_and_back,
+        ),
+        trial(
+            "state::edges_that_reconnect_write_nothing_to_secrets",
+            edges_that_reconnect_write_nothing_to_secrets,
         ),
     ]
 }
@@ -198,6 +221,14 @@ pub(crate) fn requests(world: &World) -> BTreeMap<String, u64> {
         *counts.entry(verb.to_owned()).or_default() += count.parse::<u64>().unwrap();
     }
     counts
+}
+
+/// Returns the number of writes of Secrets since the start of the API server.
+pub(crate) fn writes(world: &World) -> u64 {
+    let requests = requests(world);
+    let writes = ["POST", "PUT", "PATCH", "APPLY", "DELETE"];
+    let counts = writes.map(|verb| requests.get(verb).copied().unwrap_or_default());
+    counts.iter().sum()
 }
 
 fn revocations_of_an_earlier_version_are_moved() {
@@ -370,4 +401,153 @@ fn changes_are_seen_after_a_restart_of_the_api_server() {
             written.elapsed()
         );
     });
+}
+
+/// Runs `state migrate` with these configurations in a folder.
+fn migrate(folder: &Path, from: &str, to: &str) -> ToolOutput {
+    let migrate = Program::new(BINARY).words("state migrate --from");
+    let migrate = migrate.args([folder.join(from)]).words("--to");
+    migrate.args([folder.join(to)]).run()
+}
+
+/// Makes a data directory with an entry of each kind.
+fn make_state(data: &Path) {
+    for line in [
+        "ca init",
+        "token create --node edge-1",
+        "node add edge-2 --pool north",
+        "node revoke edge-3 --unseen --reason lost",
+    ] {
+        let order = Program::new(BINARY).words(line).words("--data-dir");
+        order.args([data]).run().ok();
+    }
+    let key = Fingerprint::digest(b"the key of an app");
+    let pin = (
+        NodeName::parse("edge-2").unwrap(),
+        10250,
+        Pin { key, since: 9 },
+    );
+    let store = Store::open(data, OpenMode::Existing).unwrap();
+    store.pins().record_new(&[pin]).unwrap();
+}
+
+fn the_state_moves_to_secrets_and_back() {
+    let world = world();
+    delete_secrets(&world);
+    let kubeconfig = world.cluster.account("egress");
+    world.cluster.apply_example(EXAMPLE);
+    let folder = world.path("migrated");
+    fs::create_dir_all(&folder).unwrap();
+    let (data, back) = (folder.join("data"), folder.join("back"));
+    make_state(&data);
+    let kubernetes = json!({ "kubeconfig": kubeconfig, "state": "kube-system/causeway-state" });
+    for (file, configuration) in [
+        ("from.yaml", json!({ "data_dir": data })),
+        (
+            "cluster.yaml",
+            json!({ "data_dir": folder.join("unused"), "kubernetes": kubernetes }),
+        ),
+        ("back.yaml", json!({ "data_dir": back })),
+    ] {
+        fs::write(folder.join(file), configuration.to_string()).unwrap();
+    }
+
+    // A repeated command changes nothing.
+    for _ in 0..2 {
+        let copied = migrate(&folder, "from.yaml", "cluster.yaml").ok();
+        let expected = "copied 2 nodes, 1 revocations, 1 join tokens, 1 pinned keys and no CA";
+        assert!(copied.text().contains(expected), "{}", copied.text());
+        let remedy = "the CA is not copied; make its Secret";
+        assert!(copied.stderr.contains(remedy), "{}", copied.stderr);
+    }
+    let entries = |data: &Path| {
+        let store = Store::open(data, OpenMode::Existing).unwrap();
+        store.entries().unwrap()
+    };
+    let mut expected = entries(&data);
+    assert!(expected.remove("ca").is_some());
+    let stored = stored_entries(&world);
+    assert!(stored.keys().eq(expected.keys()), "{stored:?}");
+
+    // The gateway that gets the state back has the files of the CA.
+    Store::open(&back, OpenMode::Create).unwrap();
+    for file in ["ca.json", "ca.pem", "tickets.key"] {
+        if data.join(file).exists() {
+            fs::copy(data.join(file), back.join(file)).unwrap();
+        }
+    }
+    migrate(&folder, "cluster.yaml", "back.yaml").ok();
+    assert_eq!(entries(&back), entries(&data));
+
+    // A state that differs is not overwritten.
+    let change = Program::new(BINARY).words("node add edge-2 --pool south --data-dir");
+    change.args([&data]).run().ok();
+    let refused = migrate(&folder, "from.yaml", "cluster.yaml").failed();
+    assert!(refused.contains("has another state already"), "{refused}");
+    assert_eq!(stored_entries(&world), stored);
+    delete_secrets(&world);
+}
+
+/// Starts an edge that joins by a token.
+fn join(folder: &Path, node: &str) -> Process {
+    let create = Program::new(BINARY).words("token create --node");
+    let create = create.args([node, "--data-dir"]);
+    let token = create.args([folder.join("data")]).run().ok().text();
+    let edge = Program::new(BINARY).words("edge --admin-listen 127.0.0.1:0 --data-dir");
+    let edge = edge.args([folder.join(node)]).args(["--gateway"]);
+    let edge = edge.args([format!("127.0.0.1:{TUNNEL}"), "--join".to_owned()]);
+    let edge = edge.args([token.trim(), "--ports", "{9100: {}}"]);
+    edge.start(&folder.join(format!("{node}.log")))
+}
+
+/// Returns the number of nodes that are connected to the gateway.
+fn connected() -> usize {
+    let url = format!("http://127.0.0.1:{ADMIN}/api/v1/edges");
+    let listed = Program::new("curl").words("-sS").args([url]).run();
+    let nodes: Vec<Value> = serde_json::from_slice(&listed.stdout).unwrap_or_default();
+    let connected = nodes.iter().filter(|node| node["state"] == "connected");
+    connected.count()
+}
+
+/// Each reconnection is one after the death of the gateway. With `CAUSEWAY_TEST_FULL=1` there are 1,000 of them.
+fn edges_that_reconnect_write_nothing_to_secrets() {
+    const EDGES: usize = 10;
+    let rounds = if full() { 100 } else { 5 };
+    let world = world();
+    delete_secrets(&world);
+    let kubeconfig = world.cluster.account("egress");
+    world.cluster.apply_example(EXAMPLE);
+    let folder = world.path("reconnects");
+    fs::create_dir_all(&folder).unwrap();
+    let config = json!({
+        "data_dir": folder.join("data"),
+        "tunnel": { "listen": format!("127.0.0.1:{TUNNEL}") },
+        "admin": { "listen": format!("127.0.0.1:{ADMIN}") },
+        "timeouts": { "edges": "0s" },
+        "kubernetes": { "kubeconfig": kubeconfig, "state": "kube-system/causeway-state" },
+    });
+    let mut gateway = started(&folder, &config.to_string());
+    let names = (0..EDGES).map(|number| format!("reconnecting-{number}"));
+    let edges: Vec<_> = names.map(|node| join(&folder, &node)).collect();
+    until("all edges are connected", || connected() == EDGES);
+    until("all nodes are in the Secrets", || {
+        let stored = stored_entries(&world);
+        let nodes = stored.keys().filter(|key| key.starts_with("node/"));
+        nodes.count() == EDGES
+    });
+
+    let before = writes(&world);
+    for _ in 0..rounds {
+        drop(gateway);
+        gateway = started(&folder, &config.to_string());
+        until("all edges are connected again", || connected() == EDGES);
+    }
+    let written = writes(&world) - before;
+    println!(
+        "counted: writes of Secrets while edges connected again {} times: {written}",
+        rounds * EDGES
+    );
+    assert_eq!(written, 0);
+    drop((edges, gateway));
+    delete_secrets(&world);
 }

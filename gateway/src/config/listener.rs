@@ -267,7 +267,7 @@ pub struct ClientAuth {
     pub client_ca: Vec<PathBuf>,
     /// Serial numbers of client certificates that are revoked, in hexadecimal as `openssl x509 -serial` and the audit log write them. Their open streams end at the reload.
     pub revoked: Vec<Serial>,
-    /// Accepts bearer tokens of this file (`causeway client token`), which contains hashes only.
+    /// Accepts bearer tokens of this file (`causeway client token`), which contains hashes only. Gateways do not share it: give each gateway the same file.
     pub tokens: Option<PathBuf>,
     /// Accepts JWTs of these issuers.
     pub jwt: Vec<Jwt>,

@@ -22,7 +22,7 @@ use crate::{
         gateway_revocation::RevocationStatus,
         http::ProblemDetails,
         node_sync::NodeSync,
-        peers::query_rotation,
+        peers::{query_revocations, query_rotation},
         state_sync::StateSync,
     },
     metrics::Metrics,
@@ -384,9 +384,15 @@ async fn rotation(State(app): State<AdminState>) -> Json<RotationStatus> {
     })
 }
 
-/// Returns how many of the nodes at this gateway know the revocations of gateways.
+/// Returns how many of the nodes at this gateway and at the other ones know the revocations of gateways.
 async fn revocations(State(app): State<AdminState>) -> Json<RevocationStatus> {
-    Json(app.node_sync.gateway_revocation.status(&app.registry))
+    let revocation = &app.node_sync.gateway_revocation;
+    let others = if revocation.count() > 0 {
+        query_revocations(app.registry.directory()).await
+    } else {
+        Vec::new()
+    };
+    Json(revocation.status(&app.registry, others))
 }
 
 /// Loads the current CA of the data directory.

@@ -6,10 +6,12 @@
 use super::broadcast::announce;
 use crate::state::{Registry, registry::NewTunnel};
 use arc_swap::ArcSwapOption;
-use causeway_certs::{Fingerprint, LiveCa, RevokedGateways, RevokedSerials, Store, StoreError};
+use causeway_certs::{
+    Fingerprint, LiveCa, NodeName, RevokedGateways, RevokedSerials, Store, StoreError,
+};
 use causeway_tunnel::control_stream::GatewayMessage;
 use schemars::JsonSchema;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeSet,
     sync::{Arc, Mutex, PoisonError},
@@ -25,10 +27,66 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(2);
 pub(crate) struct RevocationStatus {
     /// Number of revoked certificates.
     revoked: usize,
-    /// Number of nodes that are connected to this gateway.
+    /// Number of nodes that are connected to this gateway, or to another one that this gateway is connected to.
     connected: usize,
     /// Number of these nodes that have confirmed all revocations. Edges of earlier versions do not confirm them.
     informed: usize,
+    /// Other gateways whose confirmations are not counted.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    uncounted: Vec<UncountedGateway>,
+}
+
+/// Gateway whose confirmations are not counted.
+#[derive(Debug, PartialEq, Eq, Serialize, JsonSchema)]
+struct UncountedGateway {
+    /// Address at which this gateway reaches it, `host:port`.
+    address: String,
+    /// Reason why its confirmations are not counted.
+    error: String,
+}
+
+/// Nodes of a gateway that do not know its revocations of gateways' certificates.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct RevocationProgress {
+    /// Digest of the revoked serial numbers.
+    #[serde(default)]
+    list: Option<Fingerprint>,
+    /// Connected nodes that have not confirmed all revocations.
+    #[serde(default)]
+    uninformed: BTreeSet<NodeName>,
+}
+
+impl RevocationProgress {
+    /// Splits the progress into parts with at most this number of nodes each.
+    pub(super) fn into_parts(self, max_nodes: usize) -> Vec<Self> {
+        let nodes: Vec<_> = self.uninformed.into_iter().collect();
+        let with_nodes = nodes.chunks(max_nodes).map(|chunk| Self {
+            list: None,
+            uninformed: chunk.iter().cloned().collect(),
+        });
+        let with_list = Self {
+            list: self.list,
+            uninformed: BTreeSet::new(),
+        };
+        with_nodes.chain([with_list]).collect()
+    }
+
+    /// Adds a part.
+    pub(super) fn merge(&mut self, mut part: Self) {
+        self.list = self.list.or(part.list);
+        self.uninformed.append(&mut part.uninformed);
+    }
+}
+
+/// Progress of the revocations at another gateway.
+#[derive(Debug)]
+pub(crate) struct PeerRevocations {
+    /// Address at which this gateway reaches it.
+    pub(super) address: String,
+    /// Nodes that it held before it was asked.
+    pub(super) nodes: Vec<NodeName>,
+    /// Its answer, or the reason why there is none.
+    pub(super) progress: Result<RevocationProgress, String>,
 }
 
 /// Revocations of gateways' certificates. Cheap to clone.
@@ -139,26 +197,71 @@ impl GatewayRevocation {
         Ok(())
     }
 
-    /// Returns how many of the connected nodes have the present list.
-    pub(crate) fn status(&self, registry: &Registry) -> RevocationStatus {
+    /// Returns how many of the connected nodes have the present list, at this gateway and at the others.
+    pub(crate) fn status(
+        &self,
+        registry: &Registry,
+        others: Vec<PeerRevocations>,
+    ) -> RevocationStatus {
+        let (own, mut connected) = self.own_progress(registry);
+        let mut informed: BTreeSet<_> = connected.difference(&own.uninformed).cloned().collect();
+        let mut uncounted = Vec::new();
+        for other in others {
+            let is_same = |progress: &RevocationProgress| progress.list == own.list;
+            let different = || "it does not have the same revocations".to_owned();
+            let progress = other.progress.and_then(|progress| {
+                let same = is_same(&progress).then_some(progress);
+                same.ok_or_else(different)
+            });
+            let nodes: BTreeSet<_> = other.nodes.into_iter().collect();
+            match progress {
+                Ok(progress) => informed.extend(nodes.difference(&progress.uninformed).cloned()),
+                Err(error) => uncounted.push(UncountedGateway {
+                    address: other.address,
+                    error,
+                }),
+            }
+            connected.extend(nodes);
+        }
+        RevocationStatus {
+            revoked: self.count(),
+            connected: connected.len(),
+            informed: informed.len(),
+            uncounted,
+        }
+    }
+
+    /// Returns the nodes at this gateway that do not know the present list.
+    pub(crate) fn progress(&self, registry: &Registry) -> RevocationProgress {
+        self.own_progress(registry).0
+    }
+
+    /// Returns the number of revocations.
+    pub(crate) fn count(&self) -> usize {
         let loaded = self.0.loaded.lock().unwrap_or_else(PoisonError::into_inner);
-        let (revoked, is_signed) = (loaded.list.iter().count(), loaded.is_signed);
+        loaded.list.iter().count()
+    }
+
+    /// Returns the progress at this gateway, and all connected nodes.
+    fn own_progress(&self, registry: &Registry) -> (RevocationProgress, BTreeSet<NodeName>) {
+        let loaded = self.0.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let (serials, is_signed): (Vec<_>, _) = (loaded.list.serials().collect(), loaded.is_signed);
         let crls = self.0.crls.load_full().filter(|_| is_signed);
         drop(loaded);
         let digest = crls.map(|pem| Fingerprint::digest(pem.as_bytes()));
         let (mut connected, mut informed) = (BTreeSet::new(), BTreeSet::new());
         for (node, edge) in registry.all() {
             let confirmed = edge.tunnel.crls.load();
-            if revoked == 0 || digest.is_some() && confirmed.as_deref() == digest.as_ref() {
+            if serials.is_empty() || digest.is_some() && confirmed.as_deref() == digest.as_ref() {
                 informed.insert(node.clone());
             }
             connected.insert(node);
         }
-        RevocationStatus {
-            revoked,
-            connected: connected.len(),
-            informed: informed.len(),
-        }
+        let progress = RevocationProgress {
+            list: Some(Fingerprint::digest(serials.join("\n").as_bytes())),
+            uninformed: connected.difference(&informed).cloned().collect(),
+        };
+        (progress, connected)
     }
 
     /// Returns the CRLs for an edge, if there are any and the edge supports the message.

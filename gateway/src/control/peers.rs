@@ -3,18 +3,18 @@
 //! Each gateway dials each other one at its tunnel port: once for control, where the peer states its nodes and reports about node
 //! pools (`feed`), and once from each worker for requests. Control has a connection of its own, so requests never delay it. A peer
 //! is removed with its control connection, and all its entries with it. A process that answers with this process's own identifier
-//! is this process. `rotation_query` asks all peers for the progress of a rotation.
+//! is this process. `queries` asks all peers for the progress of a rotation or of revocations.
 
 mod feed;
 mod message;
-mod rotation_query;
+mod queries;
 pub(crate) mod transport;
 
 #[cfg(test)]
 mod tests;
 
 pub(crate) use feed::NodeFeed;
-pub(crate) use rotation_query::query_rotation;
+pub(crate) use queries::{query_revocations, query_rotation};
 
 use crate::{
     config,
@@ -737,6 +737,8 @@ impl PeerSession {
             | PeerMessage::Hello(_)
             | PeerMessage::RotationRequest
             | PeerMessage::Rotation { .. }
+            | PeerMessage::RevocationsRequest
+            | PeerMessage::Revocations { .. }
             | PeerMessage::Unknown => {}
         }
     }

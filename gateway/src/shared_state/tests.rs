@@ -356,7 +356,57 @@ async fn a_token_is_spent_once_at_all_gateways() {
     assert_eq!(records[0].used.len(), 2);
 }
 
-/// Regression case of kubeedge/kubeedge#4925: replicas that create the same object at once.
+/// Regression case of kubeedge/kubeedge#4925: replicas that create or change the same object at once.
+#[tokio::test(start_paused = true)]
+async fn of_two_gateways_that_write_one_entry_at_once_the_first_wins() {
+    let world = world();
+    world.synchronize().await;
+    // Both gateways have sent their requests before the engine handles the first one.
+    world.engine.set_delay(Duration::from_millis(10));
+    let [one, two] = &world.shared;
+    let writes = || world.engine.writes.load(SeqCst);
+    let (node, before) = (name("edge-1"), writes());
+    let records = [1, 2].map(|at| NodeRecord::name_only(&node, at));
+    let (first, second) = tokio::join!(
+        store_node(one, &records[0], NodeStatus::New),
+        store_node(two, &records[1], NodeStatus::New),
+    );
+    assert_ne!(first, second, "the node joins once");
+    assert_eq!(writes() - before, 2, "both gateways have tried");
+    let winner = records[usize::from(second)].clone();
+    let fetched = one.fetch_node_now(&node).await.unwrap();
+    assert_eq!(fetched, Some(winner));
+    world.synchronize().await;
+
+    let before = writes();
+    let observed =
+        [("a", 1), ("b", 2)].map(|(key, since)| vec![(node.clone(), 10250, pin(key, since))]);
+    let (first, second) = tokio::join!(
+        one.pin_first(observed[0].clone()),
+        two.pin_first(observed[1].clone()),
+    );
+    let (first, second) = (first.unwrap(), second.unwrap());
+    assert_eq!(first, second, "both gateways trust the same key");
+    assert!(observed.contains(&first), "{first:?}");
+    assert_eq!(writes() - before, 2, "both gateways have tried");
+    world.synchronize().await;
+
+    // Commands at both gateways change the node, and neither change is lost.
+    let [here, there] = world.stores.each_ref().map(Store::nodes);
+    here.set_revoked(&node, Some(revocation("stolen"))).unwrap();
+    let attributes = NodeAttributes {
+        pool: Some("north".to_owned()),
+        ..NodeAttributes::default()
+    };
+    there.confirm(&node, attributes, 3).unwrap();
+    let (first, second) = tokio::join!(one.synchronize(), two.synchronize());
+    first.and(second).unwrap();
+    world.synchronize().await;
+    let changed = here.all().unwrap().remove(0);
+    assert_eq!(changed.pool.as_deref(), Some("north"));
+    assert_eq!(changed.revoked, Some(revocation("stolen")));
+}
+
 #[tokio::test]
 async fn a_new_node_joins_once_and_the_first_pin_counts() {
     let world = world();

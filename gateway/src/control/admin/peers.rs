@@ -39,6 +39,8 @@ pub(super) struct PeerSummary {
     links: usize,
     /// Round-trip time, in milliseconds.
     rtt_ms: f64,
+    /// Time for which it has not answered a probe, in milliseconds. Data about its nodes can be this old.
+    lag_ms: f64,
 }
 
 /// Returns all other gateways in the order of their addresses.
@@ -54,6 +56,7 @@ fn summary(peer: &Peer) -> PeerSummary {
         (false, true) => PeerState::Draining,
         (false, false) => PeerState::Connected,
     };
+    let control = peer.control();
     PeerSummary {
         address: peer.address.to_string(),
         state,
@@ -64,6 +67,7 @@ fn summary(peer: &Peer) -> PeerSummary {
         synchronized: peer.is_synchronized(),
         nodes: peer.node_count(),
         links: peer.link_count(),
-        rtt_ms: peer.control().round_trip().as_secs_f64() * 1e3,
+        rtt_ms: control.round_trip().as_secs_f64() * 1e3,
+        lag_ms: control.unanswered_for().as_secs_f64() * 1e3,
     }
 }

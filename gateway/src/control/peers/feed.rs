@@ -1,9 +1,9 @@
 //! Answers of this gateway to a peer: its nodes and its reports about node pools, all of them and then each change, and the progress
-//! of a rotation.
+//! of a rotation and of revocations.
 
 use super::message::{MAX_NODES, NodeEntry, PROTOCOL, PeerHello, PeerMessage, next_pool_message};
 use crate::{
-    control::ca_rotation::rotation_progress,
+    control::{ca_rotation::rotation_progress, gateway_revocation::GatewayRevocation},
     state::{
         Registry,
         directory::{HeldState, MAX_POOL_NAME_LEN},
@@ -69,6 +69,8 @@ pub(crate) struct NodeFeed {
     pub(crate) registry: Registry,
     /// The CA that signs.
     pub(crate) ca: LiveCa,
+    /// The revocations of gateways' certificates, if peers may ask for their progress.
+    pub(crate) revocation: Option<GatewayRevocation>,
     /// Random identifier of this process.
     pub(crate) instance: String,
     /// Time limit of the peer's hello.
@@ -100,6 +102,11 @@ impl NodeFeed {
         if hello == PeerMessage::RotationRequest {
             return self.send_rotation(control).await;
         }
+        if hello == PeerMessage::RevocationsRequest
+            && let Some(revocation) = &self.revocation
+        {
+            return self.send_revocations(control, revocation).await;
+        }
         control
             .send(&PeerMessage::Hello(own_hello(&self.instance, false)))
             .await?;
@@ -129,12 +136,33 @@ impl NodeFeed {
 
     /// Sends the progress of a rotation at this gateway.
     async fn send_rotation(&self, control: &mut ControlStream) -> Result<(), ControlStreamError> {
-        let progress = rotation_progress(&self.ca, &self.registry);
-        let mut parts = progress.into_parts(MAX_NODES).into_iter().peekable();
+        let parts = rotation_progress(&self.ca, &self.registry).into_parts(MAX_NODES);
+        let message = |part, is_last| PeerMessage::Rotation { part, is_last };
+        self.send_parts(control, parts, message).await
+    }
+
+    /// Sends the nodes at this gateway that do not know its revocations.
+    async fn send_revocations(
+        &self,
+        control: &mut ControlStream,
+        revocation: &GatewayRevocation,
+    ) -> Result<(), ControlStreamError> {
+        let parts = revocation.progress(&self.registry).into_parts(MAX_NODES);
+        let message = |part, is_last| PeerMessage::Revocations { part, is_last };
+        self.send_parts(control, parts, message).await
+    }
+
+    /// Sends the parts of an answer, and waits until the peer has read them.
+    async fn send_parts<T>(
+        &self,
+        control: &mut ControlStream,
+        parts: Vec<T>,
+        message: impl Fn(T, bool) -> PeerMessage,
+    ) -> Result<(), ControlStreamError> {
+        let mut parts = parts.into_iter().peekable();
         while let Some(part) = parts.next() {
             let is_last = parts.peek().is_none();
-            let message = PeerMessage::Rotation { part, is_last };
-            control.send(&message).await?;
+            control.send(&message(part, is_last)).await?;
         }
         // The peer closes the stream when it has read the answer.
         let closed = control.receive_within(self.hello_timeout).await;

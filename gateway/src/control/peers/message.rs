@@ -3,10 +3,10 @@
 //! The gateway that has dialled sends its hello, and receives the hello of the other gateway and then that gateway's nodes: all of
 //! them between `snapshot` and `synchronized`, later each change. The lines of one stream arrive in order and complete, so a change
 //! needs no number. Reports about node pools come in the same way, except that a later snapshot does not repeat them. A stream that
-//! begins with another question (`rotation_request`) carries only the answer to it.
+//! begins with another question (`rotation_request`, `revocations_request`) carries only the answer to it.
 
 use crate::{
-    control::ca_rotation::RotationProgress,
+    control::{ca_rotation::RotationProgress, gateway_revocation::RevocationProgress},
     state::{
         directory::HeldState,
         pool_reports::{
@@ -267,6 +267,16 @@ pub(crate) enum PeerMessage {
         /// Whether the answer is complete with this part.
         is_last: bool,
     },
+    /// First message of a stream that asks which nodes do not know the revocations of gateways. A gateway of an earlier version
+    /// answers with its hello.
+    RevocationsRequest,
+    /// Answer to [`PeerMessage::RevocationsRequest`], or a part of it.
+    Revocations {
+        /// The nodes, at most [`MAX_NODES`] of them.
+        part: RevocationProgress,
+        /// Whether the answer is complete with this part.
+        is_last: bool,
+    },
     /// Message of a later version.
     #[serde(other)]
     Unknown,
@@ -396,6 +406,28 @@ mod tests {
             let is_last = false;
             let line = serde_json::to_vec(&PeerMessage::Rotation { part, is_last }).unwrap();
             let PeerMessage::Rotation { part, .. } = parse_message(&line).unwrap() else {
+                panic!("another message");
+            };
+            joined.merge(part);
+        }
+        assert_eq!(joined, progress);
+    }
+
+    #[test]
+    fn the_revocations_of_a_large_fleet_fit_into_lines_and_are_joined_again() {
+        let nodes = (0..=MAX_NODES * 2).map(|nth| format!("{nth:05}.{}", "n".repeat(60)));
+        let progress = serde_json::json!({
+            "list": "a".repeat(64),
+            "uninformed": nodes.collect::<Vec<_>>(),
+        });
+        let progress: RevocationProgress = serde_json::from_value(progress).unwrap();
+        let mut joined = RevocationProgress::default();
+        let parts = progress.clone().into_parts(MAX_NODES);
+        assert_eq!(parts.len(), 4);
+        for part in parts {
+            let is_last = false;
+            let line = serde_json::to_vec(&PeerMessage::Revocations { part, is_last }).unwrap();
+            let PeerMessage::Revocations { part, .. } = parse_message(&line).unwrap() else {
                 panic!("another message");
             };
             joined.merge(part);

@@ -51,6 +51,7 @@ impl OtherGateway {
         let feed = NodeFeed {
             registry: self.registry.clone(),
             ca: LiveCa::new(new_ca("causeway.test")),
+            revocation: None,
             instance: "other".to_owned(),
             hello_timeout: Duration::from_secs(5),
         };

@@ -66,6 +66,7 @@ impl HandshakeContext {
         let feed = NodeFeed {
             registry: admission.registry.clone(),
             ca: admission.ca.clone(),
+            revocation: Some(admission.gateway_revocation.clone()),
             instance: admission.instance.to_string(),
             hello_timeout: settings.hello_timeout,
         };

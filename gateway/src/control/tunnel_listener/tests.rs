@@ -6,6 +6,7 @@ use crate::{
     control::{
         ca_rotation,
         drain::{DrainListeners, drain},
+        gateway_revocation::{PeerRevocations, RevocationProgress},
         successor::Successor,
         tests::{
             FakeEdge, LONG, SHORT, dismissal, welcome,
@@ -793,7 +794,7 @@ async fn nodes_that_confirm_the_present_revocations_are_counted() {
     let (mut here, _) = world.says(&world.enrolled("edge-1"), asks).await;
     let (_silent, _) = world.says(&world.enrolled("edge-2"), welcome("b", 0)).await;
     let status = || {
-        let status = world.gateway_revocation.status(&world.registry);
+        let status = world.gateway_revocation.status(&world.registry, Vec::new());
         serde_json::to_value(status).unwrap()
     };
     let expected =
@@ -824,6 +825,37 @@ async fn nodes_that_confirm_the_present_revocations_are_counted() {
 }
 
 #[tokio::test]
+async fn nodes_of_other_gateways_count_if_these_have_the_same_revocations() {
+    let world = World::start();
+    let (_here, _) = world.says(&world.enrolled("edge-1"), welcome("a", 0)).await;
+    world.store.revoke_gateway("40aa", "stolen").unwrap();
+    let revocation = &world.gateway_revocation;
+    revocation.reload_and_announce(&world.registry).unwrap();
+    let own = revocation.progress(&world.registry);
+    let status = |progress| {
+        let other = PeerRevocations {
+            address: "192.0.2.1:10262".to_owned(),
+            // The first node has not confirmed at this gateway either.
+            nodes: vec![name("edge-1"), name("edge-2")],
+            progress,
+        };
+        serde_json::to_value(revocation.status(&world.registry, vec![other])).unwrap()
+    };
+    let counted = json!({ "revoked": 1, "connected": 2, "informed": 1 });
+    assert_eq!(status(Ok(own)), counted);
+    let different = Ok(RevocationProgress::default());
+    for (progress, error) in [
+        (different, "it does not have the same revocations"),
+        (Err("it is silent".to_owned()), "it is silent"),
+    ] {
+        let uncounted = json!([{ "address": "192.0.2.1:10262", "error": error }]);
+        let expected =
+            json!({ "revoked": 1, "connected": 2, "informed": 0, "uncounted": uncounted });
+        assert_eq!(status(progress), expected);
+    }
+}
+
+#[tokio::test]
 async fn a_list_that_cannot_be_signed_is_in_force_here_and_no_node_counts() {
     let world = World::start();
     let asks = causeway_tunnel::control_stream::EdgeHello {
@@ -833,7 +865,7 @@ async fn a_list_that_cannot_be_signed_is_in_force_here_and_no_node_counts() {
     let (mut here, _) = world.says(&world.enrolled("edge-1"), asks).await;
     let revocation = &world.gateway_revocation;
     let reload = || revocation.reload_and_announce(&world.registry).unwrap();
-    let status = || serde_json::to_value(revocation.status(&world.registry)).unwrap();
+    let status = || serde_json::to_value(revocation.status(&world.registry, Vec::new())).unwrap();
     let expected =
         |revoked, informed| json!({ "revoked": revoked, "connected": 1, "informed": informed });
     world.store.revoke_gateway("40aa", "stolen").unwrap();
@@ -860,7 +892,7 @@ async fn a_list_that_cannot_be_signed_is_in_force_here_and_no_node_counts() {
     here.control.send(&confirmation).await.unwrap();
     world
         .until(|world| {
-            let status = world.gateway_revocation.status(&world.registry);
+            let status = world.gateway_revocation.status(&world.registry, Vec::new());
             serde_json::to_value(status).unwrap() == expected(1, 1)
         })
         .await;

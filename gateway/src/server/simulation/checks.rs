@@ -39,7 +39,7 @@ pub(super) fn check_requests(requests: &[RequestRecord], plan: &FaultPlan) -> Ve
         if record.forwarded.iter().any(|(from, _)| *from != entry) {
             fail("a request passed between gateways twice");
         }
-        if record.forwarded.len() > MAX_FORWARDED {
+        if record.forwarded.len() > max_forwarded(record, plan) {
             fail("a request forwarded too often");
         }
         if record.is_lost {
@@ -65,45 +65,95 @@ pub(super) fn check_requests(requests: &[RequestRecord], plan: &FaultPlan) -> Ve
     wrong
 }
 
+/// Faults that may affect a request.
+struct RelevantFaults<'a> {
+    faults: Vec<&'a Fault>,
+    entry: Host,
+    target: Host,
+}
+
+impl<'a> RelevantFaults<'a> {
+    fn new(record: &RequestRecord, plan: &'a FaultPlan) -> Self {
+        let (entry, target) = (Host::Gateway(record.entry), Host::Edge(record.edge));
+        let [first, second] = holders(record.edge).map(Host::Gateway);
+        // A fault has effects until the recovery is over.
+        let is_relevant = |fault: &&Fault| {
+            let is_in_time =
+                fault.begin <= record.began + PROMPT && record.began <= fault.end + RECOVERY;
+            is_in_time && fault.affects_any(&[entry, target, first, second])
+        };
+        Self {
+            faults: plan.0.iter().filter(is_relevant).collect(),
+            entry,
+            target,
+        }
+    }
+
+    fn spare_host(&self, host: Host) -> bool {
+        let mut faults = self.faults.iter();
+        faults.all(|fault| fault.effect != Effect::Kill(host))
+    }
+
+    fn spare_link(&self, from: Host, to: Host) -> bool {
+        let mut faults = self.faults.iter();
+        faults.all(|fault| !fault.affects_link((from, to)))
+    }
+
+    /// Whether they spare both ends of the request.
+    fn spare_ends(&self) -> bool {
+        self.spare_host(self.entry) && self.spare_host(self.target)
+    }
+
+    /// Whether they spare the path through another gateway that holds the node.
+    fn spare_path(&self, holder: usize) -> bool {
+        let holder = Host::Gateway(holder);
+        self.spare_host(holder)
+            && self.spare_link(self.entry, holder)
+            && self.spare_link(holder, self.target)
+    }
+}
+
+/// Returns the other gateways that hold the node of a request.
+fn other_holders(record: &RequestRecord) -> impl Iterator<Item = usize> + Clone {
+    let holders = holders(record.edge).into_iter();
+    let entry = record.entry;
+    holders.filter(move |holder| *holder != entry)
+}
+
 /// Whether a request has to succeed, because the faults have spared a path that it should have taken.
 fn must_succeed(record: &RequestRecord, plan: &FaultPlan) -> bool {
-    let (entry, target) = (Host::Gateway(record.entry), Host::Edge(record.edge));
-    let holders = holders(record.edge);
-    let hosts = [
-        entry,
-        target,
-        Host::Gateway(holders[0]),
-        Host::Gateway(holders[1]),
-    ];
-    // A fault has effects until the recovery is over.
-    let is_relevant = |fault: &&Fault| {
-        let is_in_time =
-            fault.begin <= record.began + PROMPT && record.began <= fault.end + RECOVERY;
-        is_in_time && fault.affects_any(&hosts)
-    };
-    let relevant: Vec<&Fault> = plan.0.iter().filter(is_relevant).collect();
-    let is_sound_host = |host| {
-        relevant
-            .iter()
-            .all(|fault| fault.effect != Effect::Kill(host))
-    };
-    let is_sound_link = |from, to| relevant.iter().all(|fault| !fault.affects_link((from, to)));
-    if !is_sound_host(entry) || !is_sound_host(target) {
+    let relevant = RelevantFaults::new(record, plan);
+    if !relevant.spare_ends() {
         return false;
     }
-    if holders.contains(&record.entry) && is_sound_link(entry, target) {
+    let is_holder = holders(record.edge).contains(&record.entry);
+    if is_holder && relevant.spare_link(relevant.entry, relevant.target) {
         // The entry's own tunnel is preferred.
         return true;
     }
-    let peers = holders.into_iter().filter(|holder| *holder != record.entry);
-    let mut paths = peers.map(|holder| {
-        let holder = Host::Gateway(holder);
-        is_sound_host(holder) && is_sound_link(entry, holder) && is_sound_link(holder, target)
-    });
-    if !holders.contains(&record.entry) && paths.clone().all(|is_sound| is_sound) {
+    let mut peers = other_holders(record);
+    if !is_holder && peers.clone().all(|holder| relevant.spare_path(holder)) {
         return true;
     }
-    paths.any(|is_sound| is_sound) && relevant.iter().all(|fault| is_detected(fault, record))
+    let mut faults = relevant.faults.iter();
+    peers.any(|holder| relevant.spare_path(holder))
+        && faults.all(|fault| is_detected(fault, record))
+}
+
+/// Returns the maximum number of times that a request may be forwarded. If the faults spare one of the gateways that hold the node,
+/// at most one entry of the directory is stale, and the request is forwarded at most once more.
+fn max_forwarded(record: &RequestRecord, plan: &FaultPlan) -> usize {
+    let relevant = RelevantFaults::new(record, plan);
+    let is_holder = holders(record.edge).contains(&record.entry);
+    if relevant.faults.is_empty() {
+        return usize::from(!is_holder);
+    }
+    // A slow link answers at times, so its gateway may be asked again.
+    let is_slow = |fault: &&Fault| matches!(fault.effect, Effect::Delay(_));
+    let is_spared = relevant.spare_ends()
+        && !relevant.faults.iter().any(is_slow)
+        && other_holders(record).any(|holder| relevant.spare_path(holder));
+    if is_spared { 2 } else { MAX_FORWARDED }
 }
 
 /// Whether all gateways have noticed the present state of a fault before the request began, and it does not change at once.

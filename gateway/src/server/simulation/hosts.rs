@@ -137,6 +137,7 @@ pub(super) async fn run_gateway(number: usize, world: World) -> turmoil::Result 
         instance: format!("{:x}", rand::random::<u64>()),
         hello_timeout: config::Tunnel::default().hello_timeout,
         ca: LiveCa::new(Ca::create(&TrustDomain::parse("test")?)?),
+        revocation: None,
     };
     let tasks = TaskGroup::default();
     let connector = connector(&workers, &shared, &feed.instance);

@@ -1,8 +1,11 @@
-//! Query of all other gateways for the progress of a rotation.
+//! Queries of all other gateways: for the progress of a rotation, and for the nodes that do not know the revocations of gateways.
 
 use super::message::PeerMessage;
 use crate::{
-    control::ca_rotation::{PeerRotation, RotationProgress},
+    control::{
+        ca_rotation::{PeerRotation, RotationProgress},
+        gateway_revocation::{PeerRevocations, RevocationProgress},
+    },
     state::directory::{Directory, Peer},
 };
 use causeway_tunnel::control_stream::ControlStreamError;
@@ -17,29 +20,65 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 enum QueryError {
     #[error("it did not answer within {ANSWER_TIMEOUT:?}")]
     TooSlow,
-    #[error("its version {0} does not report the progress of a rotation; upgrade it")]
+    #[error("its version {0} cannot answer the question; upgrade it")]
     TooOld(String),
     #[error("{0}")]
     Control(#[from] ControlStreamError),
 }
 
-/// Asks all connected gateways at once. Returns their answers by address, together with the gateways that cannot be asked.
+/// Answer of a gateway, which arrives in one or several messages.
+trait Answer: Default {
+    /// Message that asks for the answer.
+    const REQUEST: PeerMessage;
+
+    /// Adds a message. Returns whether the answer is complete with it, or `None` if the message is no part of the answer.
+    fn add(&mut self, message: PeerMessage) -> Option<bool>;
+}
+
+impl Answer for RotationProgress {
+    const REQUEST: PeerMessage = PeerMessage::RotationRequest;
+
+    fn add(&mut self, message: PeerMessage) -> Option<bool> {
+        let PeerMessage::Rotation { part, is_last } = message else {
+            return None;
+        };
+        self.merge(part);
+        Some(is_last)
+    }
+}
+
+impl Answer for RevocationProgress {
+    const REQUEST: PeerMessage = PeerMessage::RevocationsRequest;
+
+    fn add(&mut self, message: PeerMessage) -> Option<bool> {
+        let PeerMessage::Revocations { part, is_last } = message else {
+            return None;
+        };
+        self.merge(part);
+        Some(is_last)
+    }
+}
+
+/// Asks all connected gateways at once for the progress of a rotation. Returns their answers by address, together with the gateways
+/// that cannot be asked.
 pub(crate) async fn query_rotation(directory: &Directory) -> Vec<PeerRotation> {
     let peers = directory.peers();
-    let queries = peers.iter().map(async |peer| {
-        let answer = timeout(ANSWER_TIMEOUT, query_peer(directory, peer)).await;
-        let answer = answer.map_err(|_| QueryError::TooSlow).flatten();
-        let (progress, error) = match answer {
-            Ok(progress) => (Some(progress), None),
-            Err(error) => (None, Some(error.to_string())),
-        };
-        PeerRotation {
-            address: peer.address.to_string(),
-            progress,
-            error,
-        }
-    });
-    let mut all = join_all(queries).await;
+    let answers = query_all(directory, &peers).await;
+    let mut all: Vec<_> = peers
+        .iter()
+        .zip(answers)
+        .map(|(peer, answer)| {
+            let (progress, error) = match answer {
+                Ok(progress) => (Some(progress), None),
+                Err(error) => (None, Some(error.to_string())),
+            };
+            PeerRotation {
+                address: peer.address.to_string(),
+                progress,
+                error,
+            }
+        })
+        .collect();
     let is_connected = |instance: &str| peers.iter().any(|peer| peer.instance == instance);
     let unreachable = directory.addresses().unreachable(is_connected);
     all.extend(unreachable.into_iter().map(|unreachable| PeerRotation {
@@ -51,15 +90,40 @@ pub(crate) async fn query_rotation(directory: &Directory) -> Vec<PeerRotation> {
     all
 }
 
+/// Asks all connected gateways at once for the nodes that do not know the revocations of gateways. Returns their answers by address.
+pub(crate) async fn query_revocations(directory: &Directory) -> Vec<PeerRevocations> {
+    let mut peers = Vec::clone(&directory.peers());
+    peers.sort_by(|one, two| one.address.cmp(&two.address));
+    // A node that connects later is not in the answer, and would count as informed.
+    let nodes: Vec<_> = peers.iter().map(|peer| peer.node_names()).collect();
+    let answers = query_all(directory, &peers).await;
+    let all = peers.iter().zip(nodes).zip(answers);
+    all.map(|((peer, nodes), answer)| PeerRevocations {
+        address: peer.address.to_string(),
+        nodes,
+        progress: answer.map_err(|error| error.to_string()),
+    })
+    .collect()
+}
+
+/// Asks these gateways at once. Returns their answers in the same order.
+async fn query_all<T: Answer>(
+    directory: &Directory,
+    peers: &[Arc<Peer>],
+) -> Vec<Result<T, QueryError>> {
+    let queries = peers.iter().map(async |peer| {
+        let answer = timeout(ANSWER_TIMEOUT, query_peer(directory, peer)).await;
+        answer.map_err(|_| QueryError::TooSlow).flatten()
+    });
+    join_all(queries).await
+}
+
 /// Asks one gateway. Asks again if a newer connection has replaced the one that was used: a step of a rotation itself makes
 /// gateways connect again.
-async fn query_peer(
-    directory: &Directory,
-    peer: &Arc<Peer>,
-) -> Result<RotationProgress, QueryError> {
+async fn query_peer<T: Answer>(directory: &Directory, peer: &Arc<Peer>) -> Result<T, QueryError> {
     let mut peer = peer.clone();
     loop {
-        let answer = request_progress(&peer).await;
+        let answer = request_answer(&peer).await;
         let peers = directory.peers();
         let current = peers.iter().find(|it| it.instance == peer.instance);
         match current {
@@ -70,20 +134,16 @@ async fn query_peer(
 }
 
 /// Asks one gateway, on a stream of its own.
-async fn request_progress(peer: &Peer) -> Result<RotationProgress, QueryError> {
+async fn request_answer<T: Answer>(peer: &Peer) -> Result<T, QueryError> {
     let stream = peer.control().open_control_stream().await;
     let mut control = stream.map_err(ControlStreamError::from)?;
-    control.send(&PeerMessage::RotationRequest).await?;
-    let mut progress = RotationProgress::default();
+    control.send(&T::REQUEST).await?;
+    let mut answer = T::default();
     loop {
-        match control.receive().await? {
-            PeerMessage::Rotation { part, is_last } => {
-                progress.merge(part);
-                if is_last {
-                    return Ok(progress);
-                }
-            }
-            _ => return Err(QueryError::TooOld(peer.version.clone())),
+        match answer.add(control.receive().await?) {
+            Some(true) => return Ok(answer),
+            Some(false) => {}
+            None => return Err(QueryError::TooOld(peer.version.clone())),
         }
     }
 }
@@ -139,6 +199,7 @@ mod tests {
         let feed = NodeFeed {
             registry: Registry::new(&Workers::on_current_runtime()),
             ca: LiveCa::new(new_ca("causeway.test")),
+            revocation: None,
             instance: "it".to_owned(),
             hello_timeout: ANSWER_TIMEOUT,
         };
@@ -168,6 +229,7 @@ mod tests {
         let feed = NodeFeed {
             registry: Registry::new(&Workers::on_current_runtime()),
             ca: LiveCa::new(new_ca("causeway.test").prepare().unwrap().0),
+            revocation: None,
             instance: "new".to_owned(),
             hello_timeout: ANSWER_TIMEOUT,
         };
