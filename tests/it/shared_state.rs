@@ -234,8 +234,8 @@ async fn a_pinned_key_is_removed_at_any_gateway() {
         listed.stdout.contains(key)
     };
     // The upstream closes the connection, so the next request sees its key again.
-    let once = format!("{URL}once");
-    assert_eq!(one.nobody().get(&once).await.text(), "once");
+    let url = format!("{URL}once");
+    assert_eq!(one.nobody().get(&url).await.text(), "once");
     let [first, second] = [key(&first), key(&second)].map(|key| key.to_string());
     until("the other gateway has the pinned key", async || {
         has_pin(&two, &first).await
@@ -243,13 +243,13 @@ async fn a_pinned_key_is_removed_at_any_gateway() {
     .await;
 
     shows.now(1);
-    let refused = one.nobody().get(&once).await;
+    let refused = one.nobody().get(&url).await;
     assert_eq!(refused.status, 502, "{refused}");
     let removed = order(&two, "node unpin edge-1 9100").await.ok();
     let expected = "the pinned key of edge-1 at port 9100 is removed\n";
     assert_eq!(removed.stdout, expected);
     until("the next key is pinned", async || {
-        one.nobody().get(&once).await.status == 200
+        one.nobody().get(&url).await.status == 200
     })
     .await;
     until("the other gateway has the next key", async || {
