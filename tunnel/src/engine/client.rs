@@ -10,6 +10,7 @@ use super::{
 use bytes::Bytes;
 use http::{Request, Response};
 use std::{
+    collections::VecDeque,
     fmt,
     future::{Future, poll_fn},
     marker::PhantomData,
@@ -169,7 +170,6 @@ pub struct ReadySendRequest<B = Bytes> {
 
 impl<B> Drop for ReadySendRequest<B> {
     fn drop(&mut self) {
-        // A sender that was handed out takes the place.
         if let (Some(sender), Some(ticket)) = (&self.sender, self.ticket) {
             let shared = &sender.sender.0;
             shared.with(|state| state.leave_queue(ticket));
@@ -185,7 +185,7 @@ impl<B> Future for ReadySendRequest<B> {
         let Some(sender) = &this.sender else {
             return Poll::Ready(Err(Error::user("the future is complete")));
         };
-        let ready = sender.sender.0.lock().poll_ready(&mut this.ticket, cx);
+        let ready = (sender.sender.0).with(|state| state.poll_ready(&mut this.ticket, cx));
         let Some(ready) = ready else {
             return Poll::Pending;
         };
@@ -220,8 +220,8 @@ impl ResponseFuture {
         let Some(stream) = state.store.get(stream.key) else {
             return Poll::Ready(Some(Err(gone())));
         };
-        if !stream.interim.is_empty() {
-            return Poll::Ready(Some(Ok(stream.interim.remove(0))));
+        if let Some(response) = stream.interim.pop_front() {
+            return Poll::Ready(Some(Ok(response)));
         }
         if stream.response.is_some() {
             return Poll::Ready(None);
@@ -246,7 +246,7 @@ impl Future for ResponseFuture {
             let Some(stream) = state.store.get(stream.key) else {
                 return Poll::Ready(Err(gone()));
             };
-            stream.interim = Vec::new();
+            stream.interim = VecDeque::new();
             match (stream.response.take(), &stream.error) {
                 (Some(response), _) => response,
                 (None, Some(error)) => return Poll::Ready(Err(error.clone())),
