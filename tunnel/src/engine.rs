@@ -8,6 +8,7 @@ pub mod client;
 pub mod ext;
 pub mod server;
 
+mod builder;
 mod connection;
 mod error;
 mod flow;

@@ -1,15 +1,16 @@
 //! Client role: opens streams.
 
 use super::{
+    builder::ClientRole,
     connection::{Config, Shared, register},
     error::Error,
-    flow::MAX_WINDOW,
     handle::{PingPong, RecvStream, SendStream, StreamId, StreamRef, gone},
     io::Driver,
 };
 use bytes::Bytes;
 use http::{Request, Response};
 use std::{
+    collections::VecDeque,
     fmt,
     future::{Future, poll_fn},
     marker::PhantomData,
@@ -20,67 +21,19 @@ use std::{
 use tokio::io::{AsyncRead, AsyncWrite};
 
 /// Configuration of a client's connection.
-#[derive(Clone, Debug)]
-pub struct Builder(Config);
+pub type Builder = super::builder::Builder<ClientRole>;
 
 impl Builder {
     /// Creates the default configuration.
     pub fn new() -> Self {
         let mut config = Config::new(false);
         config.settings.enable_push = Some(0);
-        Self(config)
-    }
-
-    /// Sets the window of each stream, in bytes.
-    pub fn initial_window_size(&mut self, size: u32) -> &mut Self {
-        self.0.settings.initial_window_size = Some(size.min(MAX_WINDOW));
-        self
-    }
-
-    /// Sets the window of the connection, in bytes.
-    pub fn initial_connection_window_size(&mut self, size: u32) -> &mut Self {
-        self.0.connection_window = size.min(MAX_WINDOW);
-        self
-    }
-
-    /// Sets the largest frame that is accepted, in bytes.
-    pub fn max_frame_size(&mut self, size: u32) -> &mut Self {
-        self.0.settings.max_frame_size = Some(size.clamp(1 << 14, (1 << 24) - 1));
-        self
-    }
-
-    /// Sets the largest header list that is accepted, in bytes.
-    pub fn max_header_list_size(&mut self, size: u32) -> &mut Self {
-        self.0.settings.max_header_list_size = Some(size);
-        self
-    }
-
-    /// Sets the number of streams reset by this end whose late frames are ignored.
-    pub fn max_concurrent_reset_streams(&mut self, max: usize) -> &mut Self {
-        self.0.max_remembered_resets = max;
-        self
-    }
-
-    /// Sets the number of streams that the peer may reset before they are accepted.
-    pub fn max_pending_accept_reset_streams(&mut self, max: usize) -> &mut Self {
-        self.0.max_unaccepted_resets = max;
-        self
-    }
-
-    /// Sets the number of streams that the peer may make this end reset.
-    pub fn max_local_error_reset_streams(&mut self, max: Option<usize>) -> &mut Self {
-        self.0.max_error_resets = max;
-        self
-    }
-
-    /// Does nothing: small frames are joined, so they need no budget.
-    pub fn data_frame_budget(&mut self, _budget: usize) -> &mut Self {
-        self
+        Self::with_config(config)
     }
 
     /// Sets the number of streams that may be opened before the peer's SETTINGS arrive.
     pub fn initial_max_send_streams(&mut self, max: usize) -> &mut Self {
-        self.0.initial_max_streams = max;
+        self.config.initial_max_streams = max;
         self
     }
 
@@ -97,7 +50,7 @@ impl Builder {
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
-        let mut driver = Driver::new(io, self.0.clone());
+        let mut driver = Driver::new(io, self.config.clone());
         poll_fn(|cx| {
             driver.start(cx);
             Poll::Ready(())
@@ -217,7 +170,6 @@ pub struct ReadySendRequest<B = Bytes> {
 
 impl<B> Drop for ReadySendRequest<B> {
     fn drop(&mut self) {
-        // A sender that was handed out takes the place.
         if let (Some(sender), Some(ticket)) = (&self.sender, self.ticket) {
             let shared = &sender.sender.0;
             shared.with(|state| state.leave_queue(ticket));
@@ -233,7 +185,7 @@ impl<B> Future for ReadySendRequest<B> {
         let Some(sender) = &this.sender else {
             return Poll::Ready(Err(Error::user("the future is complete")));
         };
-        let ready = sender.sender.0.lock().poll_ready(&mut this.ticket, cx);
+        let ready = (sender.sender.0).with(|state| state.poll_ready(&mut this.ticket, cx));
         let Some(ready) = ready else {
             return Poll::Pending;
         };
@@ -268,8 +220,8 @@ impl ResponseFuture {
         let Some(stream) = state.store.get(stream.key) else {
             return Poll::Ready(Some(Err(gone())));
         };
-        if !stream.interim.is_empty() {
-            return Poll::Ready(Some(Ok(stream.interim.remove(0))));
+        if let Some(response) = stream.interim.pop_front() {
+            return Poll::Ready(Some(Ok(response)));
         }
         if stream.response.is_some() {
             return Poll::Ready(None);
@@ -294,7 +246,7 @@ impl Future for ResponseFuture {
             let Some(stream) = state.store.get(stream.key) else {
                 return Poll::Ready(Err(gone()));
             };
-            stream.interim = Vec::new();
+            stream.interim = VecDeque::new();
             match (stream.response.take(), &stream.error) {
                 (Some(response), _) => response,
                 (None, Some(error)) => return Poll::Ready(Err(error.clone())),

@@ -9,9 +9,10 @@ use super::{
     message,
     receive::Receiving,
     schedule::Schedule,
-    streams::{Half, Key, Lane, Store, Stream},
+    streams::{Content, Half, Key, Lane, Store, Stream},
 };
 use bytes::{Bytes, BytesMut};
+use fnv::FnvHashSet;
 use http::Request;
 use std::{
     collections::VecDeque,
@@ -28,8 +29,6 @@ const MAX_UNSENT_PONGS: usize = 1_000;
 const MAX_UNSENT_ACKS: usize = 100;
 /// The same for resets that the peer has caused.
 const MAX_UNSENT_RESETS: usize = 20_000;
-/// Number of streams reset by this end whose late frames are ignored. Frames of earlier ones are answered by a reset.
-const MAX_REMEMBERED_RESETS: usize = 1_024;
 /// Size of unsent heads, in bytes, from which on new requests wait.
 const MAX_UNSENT_HEADS: usize = 256 << 10;
 /// Payload of the user's PING.
@@ -45,6 +44,7 @@ pub(super) struct Config {
     pub(super) connection_window: u32,
     /// Number of streams that may be opened before the peer's SETTINGS.
     pub(super) initial_max_streams: usize,
+    /// Number of streams reset by this end whose late frames are ignored. Frames of earlier ones are answered by a reset.
     pub(super) max_remembered_resets: usize,
     /// Number of streams that the peer may have reset before the user got them (CVE-2023-44487).
     pub(super) max_unaccepted_resets: usize,
@@ -107,12 +107,54 @@ pub(super) struct Peer {
     pub(super) allows_protocol: bool,
 }
 
+impl Peer {
+    /// Returns the values before the peer's SETTINGS (RFC 9113 section 6.5.2).
+    fn new(max_streams: usize) -> Self {
+        Self {
+            has_settings: false,
+            window: DEFAULT_WINDOW,
+            max_frame: frame::DEFAULT_MAX_FRAME as usize,
+            max_streams,
+            allows_protocol: false,
+        }
+    }
+}
+
 /// Answers and resets that are queued and not yet given to the transport.
 #[derive(Debug, Default)]
 pub(super) struct Unsent {
     pub(super) pongs: usize,
     pub(super) acks: usize,
     pub(super) resets: usize,
+}
+
+/// Numbers of the streams that this end has reset lately.
+#[derive(Debug, Default)]
+pub(super) struct ResetList {
+    numbers: FnvHashSet<u32>,
+    order: VecDeque<u32>,
+    /// Highest number that is not remembered any more.
+    pub(super) highest_forgotten: u32,
+}
+
+impl ResetList {
+    /// Adds a number. Of more than `max` numbers the oldest is forgotten.
+    fn add(&mut self, id: u32, max: usize) {
+        if !self.numbers.insert(id) {
+            return;
+        }
+        self.order.push_back(id);
+        if self.order.len() > max
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.numbers.remove(&oldest);
+            self.highest_forgotten = self.highest_forgotten.max(oldest);
+        }
+    }
+
+    pub(super) fn contains(&self, id: u32) -> bool {
+        self.numbers.contains(&id)
+    }
 }
 
 /// The user's PING.
@@ -152,13 +194,13 @@ pub(super) struct State {
     pub(super) open_local: usize,
     pub(super) open_remote: usize,
     waiting: VecDeque<(Key, Box<Request<()>>, bool)>,
-    /// Tasks that wait to open a stream, by their tickets.
-    ready_wakers: VecDeque<(u64, Waker)>,
+    /// Tasks that wait to open a stream, by their tickets. A task that was woken keeps its place until it is polled.
+    ready_queue: VecDeque<(u64, Option<Waker>)>,
     next_ticket: u64,
     pub(super) accept: VecDeque<(Key, Request<()>)>,
     pub(super) unaccepted_resets: usize,
     error_resets: usize,
-    resets: VecDeque<u32>,
+    pub(super) resets: ResetList,
 
     ping: UserPing,
     pong_waker: Option<Waker>,
@@ -166,10 +208,16 @@ pub(super) struct State {
     pub(super) last_accepted: Option<u32>,
     /// The peer's GOAWAY.
     pub(super) peer_left: Option<Error>,
+    /// Lowest number in the GOAWAY frames of the peer.
+    peer_last: Option<u32>,
     /// Error that new streams get.
     pub(super) error: Option<Error>,
     /// Result of the connection, once nothing more is read.
     pub(super) end: Option<Result<(), Error>>,
+    /// Whether nothing more is written either.
+    is_finished: bool,
+    /// Bytes that arrived after the end.
+    pub(super) discarded: usize,
     pub(super) has_no_senders: bool,
 
     /// Task of the connection, until it is woken.
@@ -206,13 +254,7 @@ impl State {
             updates: Vec::new(),
             send_window: SendWindow::new(DEFAULT_WINDOW),
             recv_window,
-            peer: Peer {
-                has_settings: false,
-                window: DEFAULT_WINDOW,
-                max_frame: frame::DEFAULT_MAX_FRAME as usize,
-                max_streams: config.initial_max_streams,
-                allows_protocol: false,
-            },
+            peer: Peer::new(config.initial_max_streams),
             local_window: DEFAULT_WINDOW,
             unacknowledged: Some(settings.window()),
             next_id: if is_server { 2 } else { 1 },
@@ -220,18 +262,21 @@ impl State {
             open_local: 0,
             open_remote: 0,
             waiting: VecDeque::new(),
-            ready_wakers: VecDeque::new(),
+            ready_queue: VecDeque::new(),
             next_ticket: 0,
             accept: VecDeque::new(),
             unaccepted_resets: 0,
             error_resets: 0,
-            resets: VecDeque::new(),
+            resets: ResetList::default(),
             ping: UserPing::Idle,
             pong_waker: None,
             last_accepted: None,
             peer_left: None,
+            peer_last: None,
             error: None,
             end: None,
+            is_finished: false,
+            discarded: 0,
             has_no_senders: false,
             task: None,
             has_work: true,
@@ -290,8 +335,14 @@ impl State {
         };
         frame::put_frame(out, kind::SETTINGS, flag::ACK, 0, &[]);
         self.unsent.acks += 1;
-        if let Some(size) = settings.header_table_size {
+        // The peer must learn of a smaller size that was replaced at once (RFC 7541 section 4.2).
+        let sizes = [settings.smallest_table_size, settings.header_table_size];
+        for size in sizes.into_iter().flatten() {
             self.encoder.set_max_size(HEADER_TABLE.min(size as usize));
+        }
+        // RFC 9113 section 6.5.2.
+        if settings.enable_push == Some(1) && !self.config.is_server {
+            return Err(Reason::PROTOCOL_ERROR);
         }
         if let Some(size) = settings.max_frame_size {
             self.peer.max_frame = size as usize;
@@ -321,11 +372,14 @@ impl State {
             return Ok(());
         }
         for (key, stream) in self.store.iter_mut() {
+            if stream.end_sent || stream.error.is_some() {
+                continue;
+            }
             if !stream.send_window.change(by) {
                 return Err(Reason::FLOW_CONTROL_ERROR);
             }
             if by > 0 {
-                stream.wake_sender(&mut self.wakes);
+                stream.wake_sender(self.send_window, &mut self.wakes);
                 self.schedule.add(key, stream);
             }
         }
@@ -346,8 +400,10 @@ impl State {
             return Err(Error::user("a PING is not answered yet"));
         }
         self.ping = UserPing::Sent;
-        frame::put_frame(&mut self.control, kind::PING, 0, 0, &USER_PING);
-        self.has_work = true;
+        if self.end.is_none() {
+            frame::put_frame(&mut self.control, kind::PING, 0, 0, &USER_PING);
+            self.has_work = true;
+        }
         Ok(())
     }
 
@@ -374,13 +430,23 @@ impl State {
         }
     }
 
-    /// Returns the error of a connection that has ended.
+    /// Returns the error of a connection that has ended and has written all that it can. A user who got the error earlier would
+    /// drop the connection before its last frames have left.
     fn final_error(&self) -> Option<Error> {
-        let result = self.end.as_ref()?;
+        let result = self.end.as_ref().filter(|_| self.is_finished)?;
         Some(result.clone().err().unwrap_or_else(broken_pipe))
     }
 
     // Streams of this end.
+
+    /// Returns the number of streams that may be opened now.
+    fn free_streams(&self) -> usize {
+        if self.heads.len() >= MAX_UNSENT_HEADS {
+            return 0;
+        }
+        let used = self.open_local + self.waiting.len();
+        self.peer.max_streams.saturating_sub(used)
+    }
 
     /// Whether a new stream may be opened: `None` if the caller has to wait. `ticket` is the caller's place in the queue.
     pub(super) fn poll_ready(
@@ -391,35 +457,39 @@ impl State {
         if let Some(error) = &self.error {
             return Some(Err(error.clone()));
         }
-        if self.open_local + self.waiting.len() < self.peer.max_streams
-            && self.heads.len() < MAX_UNSENT_HEADS
-        {
+        let place = ticket.and_then(|ticket| self.place_of(ticket));
+        if place.unwrap_or(self.ready_queue.len()) < self.free_streams() {
+            if let Some(ticket) = ticket.take() {
+                self.leave_queue(ticket);
+            }
             return Some(Ok(()));
         }
-        if let Some(place) = self.place_of(*ticket) {
-            self.ready_wakers[place].1.clone_from(cx.waker());
+        if let Some(place) = place {
+            self.ready_queue[place].1 = Some(cx.waker().clone());
             return None;
         }
         *ticket = Some(self.next_ticket);
-        self.ready_wakers
-            .push_back((self.next_ticket, cx.waker().clone()));
+        let entry = (self.next_ticket, Some(cx.waker().clone()));
+        self.ready_queue.push_back(entry);
         self.next_ticket += 1;
         None
     }
 
-    fn place_of(&self, ticket: Option<u64>) -> Option<usize> {
-        let ticket = ticket?;
-        let place = self
-            .ready_wakers
-            .binary_search_by_key(&ticket, |(ticket, _)| *ticket);
-        place.ok()
+    fn place_of(&self, ticket: u64) -> Option<usize> {
+        let queue = &self.ready_queue;
+        queue
+            .binary_search_by_key(&ticket, |(ticket, _)| *ticket)
+            .ok()
     }
 
-    /// Leaves the queue for new streams. The next task is woken instead of one that leaves after it was woken.
+    /// Leaves the queue for new streams, with or without the intent to open one. The task that moves up is woken in any case, so
+    /// that a place that is not used is not lost.
     pub(super) fn leave_queue(&mut self, ticket: u64) {
-        match self.place_of(Some(ticket)) {
-            Some(place) => drop(self.ready_wakers.remove(place)),
-            None => self.open_waiting(),
+        if let Some(place) = self.place_of(ticket) {
+            self.ready_queue.remove(place);
+            let next = self.free_streams().checked_sub(1);
+            let next = next.and_then(|last| self.ready_queue.get_mut(last));
+            self.wakes.extend(next.and_then(|(_, waker)| waker.take()));
         }
     }
 
@@ -474,6 +544,7 @@ impl State {
         stream.handles = 2;
         stream.send = if end { Half::Ended } else { Half::Open };
         stream.is_waiting = true;
+        stream.content = Content::after(request.method());
         let key = self.store.insert(stream);
         if self.waiting.is_empty() && self.open_local < self.peer.max_streams {
             self.open(key, &request, end);
@@ -492,7 +563,7 @@ impl State {
             return;
         }
         (stream.is_waiting, stream.is_counted, stream.end_sent) = (false, true, end);
-        stream.wake_sender(&mut self.wakes);
+        stream.wake_sender(self.send_window, &mut self.wakes);
         self.schedule.add(key, stream);
         self.open_local += 1;
         let (encoder, max_frame) = (&mut self.encoder, self.peer.max_frame);
@@ -502,7 +573,7 @@ impl State {
         self.has_work = true;
     }
 
-    /// Opens waiting streams and wakes waiting requests, as many as the peer allows.
+    /// Opens waiting streams and wakes tasks that wait to open one, as many as the peer allows.
     pub(super) fn open_waiting(&mut self) {
         while self.open_local < self.peer.max_streams {
             let Some((key, request, end)) = self.waiting.pop_front() else {
@@ -510,18 +581,32 @@ impl State {
             };
             self.open(key, &request, end);
         }
-        if self.ready_wakers.is_empty() || self.heads.len() >= MAX_UNSENT_HEADS {
+        if self.ready_queue.is_empty() {
             return;
         }
-        let used = self.open_local + self.waiting.len();
-        let free = self.peer.max_streams.saturating_sub(used);
-        let count = free.min(self.ready_wakers.len());
-        self.wake_ready(count);
+        let free = self.free_streams();
+        let next = self.ready_queue.iter_mut().take(free);
+        self.wakes
+            .extend(next.filter_map(|(_, waker)| waker.take()));
     }
 
-    fn wake_ready(&mut self, count: usize) {
-        let woken = self.ready_wakers.drain(..count);
-        self.wakes.extend(woken.map(|(_, waker)| waker));
+    /// Wakes all tasks that wait to open a stream, since none can be opened any more.
+    fn end_ready_queue(&mut self) {
+        let wakers = self.ready_queue.drain(..).filter_map(|(_, waker)| waker);
+        self.wakes.extend(wakers);
+    }
+
+    /// Frees the memory of empty queues.
+    pub(super) fn shrink_queues(&mut self) {
+        if self.waiting.is_empty() {
+            self.waiting = VecDeque::new();
+        }
+        if self.ready_queue.is_empty() {
+            self.ready_queue = VecDeque::new();
+        }
+        if self.accept.is_empty() {
+            self.accept = VecDeque::new();
+        }
     }
 
     // Ends of streams.
@@ -560,18 +645,7 @@ impl State {
         frame::put_reset(out, id, reason);
         self.unsent.resets += 1;
         self.has_work = true;
-        let max = self.config.max_remembered_resets.min(MAX_REMEMBERED_RESETS);
-        if self.resets.len() >= max {
-            self.resets.pop_front();
-        }
-        if max > 0 {
-            self.resets.push_back(id);
-        }
-    }
-
-    /// Whether late frames of a stream are ignored because this end reset it.
-    pub(super) fn was_reset(&self, id: u32) -> bool {
-        self.resets.iter().rev().any(|reset| *reset == id)
+        self.resets.add(id, self.config.max_remembered_resets);
     }
 
     /// Counts a reset that the peer's violation has caused.
@@ -630,7 +704,9 @@ impl State {
             }
         }
         // The end of the connection may depend on its last stream.
-        self.has_work |= self.open_local + self.open_remote == 0;
+        let may_end =
+            self.has_no_senders || self.peer_left.is_some() || self.last_accepted.is_some();
+        self.has_work |= may_end && self.open_local + self.open_remote == 0;
     }
 
     /// Drops a handle. A stream without handles is reset, unless all of it is sent and received.
@@ -671,7 +747,9 @@ impl State {
         frame::put_frame(&mut self.control, kind::PING, 0, 0, &SHUTDOWN_PING);
     }
 
+    /// Queues GOAWAY. Its number is never higher than in an earlier one (RFC 9113 section 6.8).
     fn put_go_away(&mut self, reason: Reason, last: u32) {
+        let last = self.last_accepted.map_or(last, |earlier| earlier.min(last));
         self.last_accepted = Some(last);
         frame::put_go_away(&mut self.control, last, reason, &[]);
         self.has_work = true;
@@ -731,19 +809,31 @@ impl State {
         self.end_streams(error, |_| true);
         self.waiting.clear();
         self.accept.clear();
-        self.wake_ready(self.ready_wakers.len());
-        self.wakes.extend(self.pong_waker.take());
+        self.end_ready_queue();
         self.has_work = true;
     }
 
-    /// Ends streams of this end that the peer's GOAWAY did not take (RFC 9113 section 6.8).
+    /// Records that nothing more is written.
+    pub(super) fn finish_writing(&mut self) {
+        self.is_finished = true;
+        (self.control, self.heads) = (BytesMut::new(), BytesMut::new());
+        self.wakes.extend(self.pong_waker.take());
+    }
+
+    /// Ends streams of this end that the peer's GOAWAY did not take, and those that the peer does not know yet (RFC 9113
+    /// section 6.8).
     pub(super) fn peer_leaves(&mut self, last: u32, error: Error) {
-        let is_server = self.config.is_server;
-        self.end_streams(&error, |stream| stream.is_local && stream.id > last);
-        if !is_server {
-            self.error.get_or_insert_with(|| error.clone());
+        // A repeated GOAWAY ends no more streams, so it costs no look at all of them.
+        if self.peer_last.is_none_or(|earlier| last < earlier) {
+            self.peer_last = Some(last);
+            self.end_streams(&error, |stream| {
+                stream.is_local && (stream.id > last || stream.is_waiting)
+            });
         }
-        self.wake_ready(self.ready_wakers.len());
+        if !self.config.is_server {
+            self.error.get_or_insert_with(|| error.clone());
+            self.end_ready_queue();
+        }
         self.peer_left = Some(error);
         self.has_work = true;
     }

@@ -200,6 +200,8 @@ pub(super) fn parse_go_away(payload: &[u8]) -> Result<(u32, Reason, &[u8]), Reas
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Settings {
     pub(super) header_table_size: Option<u32>,
+    /// Smallest of the frame's values of `SETTINGS_HEADER_TABLE_SIZE` (RFC 7541 section 4.2). Never sent.
+    pub(super) smallest_table_size: Option<u32>,
     pub(super) enable_push: Option<u32>,
     pub(super) max_concurrent_streams: Option<u32>,
     pub(super) initial_window_size: Option<u32>,
@@ -251,6 +253,10 @@ impl Settings {
                 .find(|(known, _)| *known == id)
             {
                 *slot = Some(value);
+            }
+            if id == 1 {
+                let earlier = settings.smallest_table_size.unwrap_or(value);
+                settings.smallest_table_size = Some(earlier.min(value));
             }
         }
         Ok(settings)
@@ -304,6 +310,7 @@ mod tests {
         assert_eq!(Head::parse(&bytes[..8]), None);
         let settings = Settings {
             header_table_size: Some(0),
+            smallest_table_size: Some(0),
             max_frame_size: Some(1 << 16),
             enable_connect_protocol: Some(1),
             ..Settings::default()

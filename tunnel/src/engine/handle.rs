@@ -91,20 +91,22 @@ impl<B> SendStream<B> {
     /// Returns the number of bytes that can be sent now without more than a bounded queue.
     pub fn capacity(&self) -> usize {
         let mut state = self.stream.shared.lock();
+        let window = state.send_window;
         let stream = state.store.get(self.stream.key);
-        stream.map_or(0, |stream| stream.capacity())
+        stream.map_or(0, |stream| stream.capacity(window))
     }
 
     /// Waits for requested capacity, and returns it. `None` if the sending half has ended.
     pub fn poll_capacity(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<usize, Error>>> {
         let mut state = self.stream.shared.lock();
+        let window = state.send_window;
         let Some(stream) = state.store.get(self.stream.key) else {
             return Poll::Ready(None);
         };
         if stream.error.is_some() || stream.send == Half::Ended {
             return Poll::Ready(None);
         }
-        let capacity = stream.capacity();
+        let capacity = stream.capacity(window);
         if capacity > 0 {
             return Poll::Ready(Some(Ok(capacity)));
         }

@@ -29,6 +29,13 @@ const MAX_SLICES: usize = 16;
 /// Number of turns after which other tasks of the thread run.
 const MAX_TURNS: usize = 16;
 
+/// Bytes in and out of a turn that needs no buffers: a PING and a few small frames.
+const QUIET_BYTES: usize = 256;
+/// Number of such turns after which a connection with several open streams frees its buffers.
+const QUIET_TURNS: u32 = 16;
+/// Number of bytes that a peer may send after the end and before it reads the last frames.
+const MAX_DISCARDED: usize = 1 << 20;
+
 /// Frames to be written: bytes, and large payloads between them.
 #[derive(Debug, Default)]
 pub(super) struct Outgoing {
@@ -191,7 +198,9 @@ pub(super) struct Driver<S> {
     /// Error of a write, after which nothing more is written.
     write_error: Option<io::Error>,
     wakes: Vec<Waker>,
-    /// Number of turns in a row with at most one open stream.
+    /// Whether at most one stream is open.
+    is_quiet: bool,
+    /// Number of turns in a row with at most one open stream, or with hardly a byte.
     quiet_turns: u32,
     /// Whether requests of the peer can be taken.
     pub(super) has_requests: bool,
@@ -209,6 +218,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             is_unflushed: false,
             write_error: None,
             wakes: Vec::new(),
+            is_quiet: true,
             quiet_turns: 0,
             has_requests: false,
         }
@@ -226,6 +236,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
 
     /// Moves the connection. Ready when it has ended.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        let polled = self.poll_turns(cx);
+        if polled.is_ready() {
+            self.with(State::finish_writing);
+        }
+        polled
+    }
+
+    fn poll_turns(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
         for _ in 0..MAX_TURNS {
             let mut incoming = self.poll_read(cx);
             let is_pending = matches!(incoming, Incoming::Pending);
@@ -280,7 +298,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
                 Poll::Pending => {}
             }
         }
-        if self.quiet_turns > 1 {
+        let quiet_turns = if self.is_quiet { 1 } else { QUIET_TURNS };
+        if self.quiet_turns > quiet_turns {
             self.shrink();
         }
         Poll::Pending
@@ -320,7 +339,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
     fn turn(&mut self, cx: &Context<'_>, incoming: Incoming) -> Turn {
         let mut state = self.shared.lock();
         std::mem::swap(&mut state.wakes, &mut self.wakes);
-        state.has_work = false;
         if !state
             .task
             .as_ref()
@@ -328,6 +346,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         {
             state.task = Some(cx.waker().clone());
         }
+        let received = self.read.len();
         if !self.read.is_empty() {
             self.needed = state.receive(&mut self.read, self.buffer);
         }
@@ -339,6 +358,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             turn.has_failed_transport = true;
         }
         state.check_end();
+        // A peer that only writes after the end does not learn of it.
+        turn.has_failed_transport |= state.discarded > MAX_DISCARDED;
         if turn.has_failed_transport {
             self.out = Outgoing::default();
             turn.end.clone_from(&state.end);
@@ -351,8 +372,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         } else {
             turn.has_more = true;
         }
+        // This task goes on without a wake if there is more.
+        state.has_work = false;
         self.has_requests = !state.accept.is_empty();
-        self.quiet_turns = if state.is_quiet() {
+        self.is_quiet = state.is_quiet();
+        self.quiet_turns = if self.is_quiet || received + self.out.len() <= QUIET_BYTES {
             self.quiet_turns + 1
         } else {
             0
@@ -375,6 +399,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
 
     /// Frees the buffers of an idle connection.
     fn shrink(&mut self) {
+        if !self.is_quiet {
+            self.quiet_turns = 0;
+        }
         if self.read.is_empty() && self.read.capacity() > 0 {
             self.read = BytesMut::new();
         }
@@ -398,7 +425,10 @@ impl<S> Driver<S> {
 
 impl<S> Drop for Driver<S> {
     fn drop(&mut self) {
-        self.shared.with(|state| state.transport_ended(None));
+        self.shared.with(|state| {
+            state.transport_ended(None);
+            state.finish_writing();
+        });
     }
 }
 

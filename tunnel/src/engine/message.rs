@@ -7,7 +7,7 @@ use super::{
 use bytes::{Bytes, BytesMut};
 use http::{
     HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
-    header::{CONNECTION, TE, TRANSFER_ENCODING, UPGRADE},
+    header::{CONNECTION, CONTENT_LENGTH, TE, TRANSFER_ENCODING, UPGRADE},
     uri::{Authority, Parts, PathAndQuery, Scheme},
 };
 
@@ -45,6 +45,7 @@ pub(super) struct Collected {
     path: Option<Bytes>,
     protocol: Option<Bytes>,
     status: Option<StatusCode>,
+    content_length: Option<u64>,
     fields: HeaderMap,
     size_left: usize,
     is_over_size: bool,
@@ -62,6 +63,7 @@ impl Collected {
             path: None,
             protocol: None,
             status: None,
+            content_length: None,
             fields: HeaderMap::new(),
             size_left: max_size,
             is_over_size: false,
@@ -84,7 +86,9 @@ impl Collected {
                     // Most heads have about so many fields.
                     self.fields.reserve(FIELDS);
                 }
-                !is_forbidden(&name, &value) && self.fields.try_append(name, value).is_ok()
+                !is_forbidden(&name, &value)
+                    && (name != CONTENT_LENGTH || self.add_length(&value))
+                    && self.fields.try_append(name, value).is_ok()
             }
             // Pseudo-header fields come first (RFC 9113 section 8.3).
             _ if self.has_fields => false,
@@ -96,6 +100,27 @@ impl Collected {
             Field::Status(status) => self.status.replace(status).is_none(),
         };
         self.is_malformed = !is_valid;
+    }
+
+    /// Takes a `Content-Length`. Returns `false` if it is invalid or differs from an earlier one (RFC 9110 section 8.6).
+    fn add_length(&mut self, value: &HeaderValue) -> bool {
+        let digits = value.to_str().unwrap_or_default();
+        let length = digits
+            .parse()
+            .ok()
+            .filter(|_| digits.bytes().all(|digit| digit.is_ascii_digit()));
+        let earlier = std::mem::replace(&mut self.content_length, length);
+        length.is_some() && (earlier.is_none() || earlier == length)
+    }
+
+    /// Returns the length of the body that the fields state.
+    pub(super) fn content_length(&self) -> Option<u64> {
+        self.content_length
+    }
+
+    /// Returns the size of the fields, out of a maximum.
+    pub(super) fn size(&self, max_size: usize) -> usize {
+        max_size - self.size_left
     }
 
     /// Whether the fields exceed the maximum size.

@@ -7,15 +7,16 @@ use super::{
     frame::{self, HEAD_LEN, Head, PREFACE, Settings, flag, kind},
     hpack::DecodeError,
     message::{self, Collected},
-    streams::{Half, Key, Stream},
+    streams::{Content, Half, Key, Stream},
 };
 use bytes::{Buf, Bytes, BytesMut};
-use http::{Response, StatusCode};
+use http::{Method, Request, Response, StatusCode};
 
 /// Maximum number of DATA frames in a row that carry nothing.
 const MAX_EMPTY_FRAMES: usize = 10_000;
-/// Maximum number of interim responses that a stream holds for its reader.
-const MAX_INTERIM: usize = 100;
+/// Maximum number of interim responses that a stream holds for its reader, who has a limit of 1,000 for all of them. Together
+/// they are no larger than one header list may be.
+const MAX_INTERIM: usize = 1_024;
 /// Maximum size of a header list if the configuration has none.
 const DEFAULT_MAX_HEADER_LIST: u32 = 16 << 20;
 /// Least average size of the frames of a long header block: peers with smaller ones flood (CVE-2024-27316).
@@ -80,6 +81,7 @@ impl State {
     /// that must be there before the next call can do more.
     pub(super) fn receive(&mut self, read: &mut BytesMut, buffer: (u64, usize)) -> usize {
         if self.end.is_some() {
+            self.discarded += read.len();
             read.clear();
             return 0;
         }
@@ -208,10 +210,18 @@ impl State {
 
     /// A frame on a stream that is closed: late if this end reset the stream, otherwise an error (RFC 9113 section 5.1).
     fn closed_stream_error(&mut self, id: u32) -> Result<(), Reason> {
-        if self.was_reset(id) {
+        if self.is_ignored(id) {
             return Ok(());
         }
         self.stream_error(id, Reason::STREAM_CLOSED)
+    }
+
+    /// Whether frames of a stream without a state are ignored: this end has reset the stream, or its GOAWAY has not taken it
+    /// (RFC 9113 section 6.8).
+    fn is_ignored(&self, id: u32) -> bool {
+        let is_remote = id.is_multiple_of(2) != self.config.is_server;
+        let is_untaken = is_remote && self.last_accepted.is_some_and(|last| id > last);
+        is_untaken || self.resets.contains(id)
     }
 
     // DATA (RFC 9113 section 6.1).
@@ -238,7 +248,7 @@ impl State {
                 return Err(Reason::ENHANCE_YOUR_CALM);
             }
         }
-        let stream = self.check_data(head)?;
+        let stream = self.check_data(head, payload)?;
         self.release_connection(overhead);
         if let Some(stream) = stream.and_then(|key| self.store.get(key)) {
             stream.recv_window.release(overhead);
@@ -253,7 +263,7 @@ impl State {
     }
 
     /// Returns the stream that takes the payload, if one does.
-    fn check_data(&mut self, head: Head) -> Result<Option<Key>, Reason> {
+    fn check_data(&mut self, head: Head, payload: usize) -> Result<Option<Key>, Reason> {
         let Some(key) = self.store.find(head.stream) else {
             self.closed_stream_error(head.stream)?;
             return Ok(None);
@@ -264,8 +274,11 @@ impl State {
         let violation = match stream.recv {
             Half::AwaitingHead => Some(Reason::PROTOCOL_ERROR),
             Half::Ended => Some(Reason::STREAM_CLOSED),
-            Half::Open if stream.recv_window.take(head.length) => None,
-            Half::Open => Some(Reason::FLOW_CONTROL_ERROR),
+            Half::Open if !stream.recv_window.take(head.length) => Some(Reason::FLOW_CONTROL_ERROR),
+            Half::Open if !stream.content.take(payload, head.has(flag::END_STREAM)) => {
+                Some(Reason::PROTOCOL_ERROR)
+            }
+            Half::Open => None,
         };
         let Some(reason) = violation else {
             return Ok(Some(key));
@@ -408,7 +421,7 @@ impl State {
             return self.receive_message(key, end_stream, fields);
         }
         if !self.is_idle(id) {
-            return self.closed_stream_error(id);
+            return self.receive_late_block(id);
         }
         if !self.config.is_server || id.is_multiple_of(2) {
             return Err(Reason::PROTOCOL_ERROR);
@@ -429,15 +442,32 @@ impl State {
         self.receive_request(id, end_stream, fields)
     }
 
+    /// Receives a block on a stream that is closed, or that the peer opens although it has opened a higher one already. The
+    /// latter is an error of the connection (RFC 9113 section 5.1.1), unless this end may have reset the stream and forgotten it.
+    fn receive_late_block(&mut self, id: u32) -> Result<(), Reason> {
+        let is_remote = id.is_multiple_of(2) != self.config.is_server;
+        if is_remote && !self.is_ignored(id) && id > self.resets.highest_forgotten {
+            return Err(Reason::PROTOCOL_ERROR);
+        }
+        self.closed_stream_error(id)
+    }
+
     fn receive_request(&mut self, id: u32, end: bool, fields: Collected) -> Result<(), Reason> {
         let is_over_size = fields.is_over_size();
         let allows_protocol = self.config.settings.enable_connect_protocol == Some(1);
+        let length = fields.content_length();
         let request = if is_over_size {
             None
         } else {
             Some(fields.into_request(allows_protocol))
         };
-        if let Some(Err(_)) = request {
+        let mut content = Content::Any;
+        if let Some(Ok(request)) = &request
+            && request.method() != Method::CONNECT
+        {
+            content = length.map_or(Content::Any, Content::Left);
+        }
+        if matches!(request, Some(Err(_))) || !content.take(0, end) {
             return self.stream_error(id, Reason::PROTOCOL_ERROR);
         }
         let (send, recv) = (
@@ -446,20 +476,23 @@ impl State {
         );
         let mut stream = Stream::new(id, false, send, recv);
         stream.recv = if end { Half::Ended } else { Half::Open };
+        stream.content = content;
         stream.is_counted = true;
         stream.is_unaccepted = !is_over_size;
         self.open_remote += 1;
         let key = self.store.insert(stream);
         match request {
-            Some(Ok(request)) => self.accept.push_back((key, request)),
+            Some(Ok(request)) => {
+                self.accept.push_back((key, request));
+                Ok(())
+            }
             // RFC 9113 section 10.5.1.
             _ => self.refuse_large_head(key),
         }
-        Ok(())
     }
 
     /// Answers a head that is too large, and then resets the stream.
-    fn refuse_large_head(&mut self, key: Key) {
+    fn refuse_large_head(&mut self, key: Key) -> Result<(), Reason> {
         let mut response = Response::new(());
         *response.status_mut() = StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE;
         let (encoder, max_frame) = (&mut self.encoder, self.peer.max_frame);
@@ -469,12 +502,17 @@ impl State {
         if let Some(stream) = self.store.get(key) {
             (stream.send, stream.end_sent) = (Half::Ended, true);
         }
-        self.reset(key, Reason::REFUSED_STREAM, Initiator::Engine);
+        // `REFUSED_STREAM` would invite the peer to repeat the request.
+        self.reset(key, Reason::PROTOCOL_ERROR, Initiator::Engine);
         self.settle(key);
+        // The answer is one that the peer causes, also if no reset follows because the request is complete.
+        self.unsent.resets += 1;
+        self.count_error_reset()
     }
 
     /// Receives a response, an interim response or trailers.
     fn receive_message(&mut self, key: Key, end: bool, fields: Collected) -> Result<(), Reason> {
+        let max_size = self.max_header_list();
         let Some(stream) = self.store.get(key) else {
             return Ok(());
         };
@@ -485,10 +523,10 @@ impl State {
             return self.stream_error(key.id, Reason::STREAM_CLOSED);
         }
         if fields.is_over_size() {
-            return self.stream_error(key.id, Reason::REFUSED_STREAM);
+            return self.stream_error(key.id, Reason::PROTOCOL_ERROR);
         }
         let accepted = if stream.recv == Half::AwaitingHead {
-            receive_response(stream, end, fields)
+            receive_response(stream, end, fields, max_size)
         } else {
             receive_trailers(stream, end, fields)
         };
@@ -529,6 +567,11 @@ impl State {
         stream.clear_send_queue();
         stream.wake_all(&mut self.wakes);
         if stream.is_unaccepted {
+            // The request's place is kept, and its memory is not.
+            let place = (self.accept).binary_search_by_key(&head.stream, |(key, _)| key.id);
+            if let Some((_, request)) = place.ok().and_then(|place| self.accept.get_mut(place)) {
+                *request = Request::new(());
+            }
             self.unaccepted_resets += 1;
             if self.unaccepted_resets > self.config.max_unaccepted_resets {
                 return Err(Reason::ENHANCE_YOUR_CALM);
@@ -605,23 +648,34 @@ impl State {
         if !stream.send_window.change(i64::from(by)) {
             return self.stream_error(head.stream, Reason::FLOW_CONTROL_ERROR);
         }
-        stream.wake_sender(&mut self.wakes);
+        stream.wake_sender(self.send_window, &mut self.wakes);
         self.schedule.add(key, stream);
         Ok(())
     }
 }
 
-fn receive_response(stream: &mut Stream, end: bool, fields: Collected) -> Result<(), Reason> {
+fn receive_response(
+    stream: &mut Stream,
+    end: bool,
+    fields: Collected,
+    max_size: usize,
+) -> Result<(), Reason> {
+    let (length, size) = (fields.content_length(), fields.size(max_size));
     let response = fields.into_response().map_err(|_| Reason::PROTOCOL_ERROR)?;
     if response.status().is_informational() {
-        if end {
+        if stream.interim.is_empty() {
+            stream.interim_size = 0;
+        }
+        stream.interim_size += size;
+        if end || stream.interim.len() >= MAX_INTERIM || stream.interim_size > max_size {
             return Err(Reason::PROTOCOL_ERROR);
         }
-        if stream.interim.len() >= MAX_INTERIM {
-            return Err(Reason::ENHANCE_YOUR_CALM);
-        }
-        stream.interim.push(response);
+        stream.interim.push_back(response);
         return Ok(());
+    }
+    stream.content = stream.content.of_response(response.status(), length);
+    if !stream.content.take(0, end) {
+        return Err(Reason::PROTOCOL_ERROR);
     }
     stream.response = Some(Box::new(response));
     stream.recv = if end { Half::Ended } else { Half::Open };
@@ -629,7 +683,7 @@ fn receive_response(stream: &mut Stream, end: bool, fields: Collected) -> Result
 }
 
 fn receive_trailers(stream: &mut Stream, end: bool, fields: Collected) -> Result<(), Reason> {
-    if !end {
+    if !end || !stream.content.take(0, true) {
         return Err(Reason::PROTOCOL_ERROR);
     }
     let trailers = fields.into_trailers().map_err(|_| Reason::PROTOCOL_ERROR)?;

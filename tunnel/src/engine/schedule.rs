@@ -9,7 +9,7 @@ use super::{
     message,
     streams::{Half, Key, Lane, Store, Stream},
 };
-use bytes::{Buf, BufMut, Bytes};
+use bytes::{Buf, BufMut, Bytes, BytesMut};
 use std::collections::VecDeque;
 
 /// Number of bytes that a stream may send ahead of bulk since it last had nothing to send.
@@ -132,14 +132,23 @@ impl State {
     pub(super) fn drain(&mut self, out: &mut Outgoing) -> bool {
         self.put_window_updates();
         out.take(&mut self.control);
-        if !self.heads.is_empty() {
+        self.unsent = Unsent::default();
+        self.take_heads(out);
+        while out.len() < BATCH_BYTES && self.send_frame(out) {
+            // The end of a stream may have opened another one, whose data follows.
+            self.take_heads(out);
+        }
+        self.schedule.has_frames()
+            || !self.is_drained()
+            || self.recv_window.is_due(self.config.connection_window)
+    }
+
+    /// Moves all heads to `out`, and opens the requests that waited because too many heads did.
+    fn take_heads(&mut self, out: &mut Outgoing) {
+        while !self.heads.is_empty() {
             out.take(&mut self.heads);
-            // Requests wait while too many heads do.
             self.open_waiting();
         }
-        self.unsent = Unsent::default();
-        while out.len() < BATCH_BYTES && self.send_frame(out) {}
-        self.schedule.has_frames() || !self.heads.is_empty() || !self.control.is_empty()
     }
 
     /// Whether nothing is left to write.
@@ -154,14 +163,14 @@ impl State {
 
     /// Frees the memory that only traffic needs.
     pub(super) fn shrink(&mut self) {
-        if !self.is_quiet() || !self.is_drained() {
-            return;
+        if self.is_drained() {
+            self.control = BytesMut::new();
+            self.heads = BytesMut::new();
         }
-        self.control = bytes::BytesMut::new();
-        self.heads = bytes::BytesMut::new();
         self.updates.shrink_to_fit();
         self.schedule.shrink();
         self.store.shrink();
+        self.shrink_queues();
     }
 
     fn put_window_updates(&mut self) {
@@ -212,7 +221,7 @@ impl State {
         let length = length.min(shared).min(room).min(self.peer.max_frame);
         let sent = put_data(stream, length, out);
         self.send_window.take(sent);
-        stream.wake_sender(&mut self.wakes);
+        stream.wake_sender(self.send_window, &mut self.wakes);
         self.schedule.move_front(stream);
         self.after_frame(key);
         true
@@ -225,8 +234,6 @@ impl State {
         };
         stream.end_sent = true;
         if let Some(trailers) = stream.last_block.take() {
-            // Blocks leave in the order of their compression.
-            out.take(&mut self.heads);
             let (encoder, max_frame) = (&mut self.encoder, self.peer.max_frame);
             frame::put_block(&mut out.bytes, (key.id, true), max_frame, |block| {
                 message::put_trailers(encoder, &trailers, block);

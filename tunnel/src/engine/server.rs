@@ -1,9 +1,9 @@
 //! Server role: accepts streams.
 
 use super::{
+    builder::ServerRole,
     connection::Config,
     error::{Error, Reason},
-    flow::MAX_WINDOW,
     frame,
     handle::{RecvStream, SendStream, StreamId, StreamRef, gone, poll_reset},
     io::Driver,
@@ -23,71 +23,23 @@ use std::{
 use tokio::io::{AsyncRead, AsyncWrite};
 
 /// Configuration of a server's connection.
-#[derive(Clone, Debug)]
-pub struct Builder(Config);
+pub type Builder = super::builder::Builder<ServerRole>;
 
 impl Builder {
     /// Creates the default configuration.
     pub fn new() -> Self {
-        Self(Config::new(true))
-    }
-
-    /// Sets the window of each stream, in bytes.
-    pub fn initial_window_size(&mut self, size: u32) -> &mut Self {
-        self.0.settings.initial_window_size = Some(size.min(MAX_WINDOW));
-        self
-    }
-
-    /// Sets the window of the connection, in bytes.
-    pub fn initial_connection_window_size(&mut self, size: u32) -> &mut Self {
-        self.0.connection_window = size.min(MAX_WINDOW);
-        self
-    }
-
-    /// Sets the largest frame that is accepted, in bytes.
-    pub fn max_frame_size(&mut self, size: u32) -> &mut Self {
-        self.0.settings.max_frame_size = Some(size.clamp(1 << 14, (1 << 24) - 1));
-        self
-    }
-
-    /// Sets the largest header list that is accepted, in bytes.
-    pub fn max_header_list_size(&mut self, size: u32) -> &mut Self {
-        self.0.settings.max_header_list_size = Some(size);
-        self
+        Self::with_config(Config::new(true))
     }
 
     /// Sets the number of streams that the peer may have open.
     pub fn max_concurrent_streams(&mut self, max: u32) -> &mut Self {
-        self.0.settings.max_concurrent_streams = Some(max);
-        self
-    }
-
-    /// Sets the number of streams reset by this end whose late frames are ignored.
-    pub fn max_concurrent_reset_streams(&mut self, max: usize) -> &mut Self {
-        self.0.max_remembered_resets = max;
-        self
-    }
-
-    /// Sets the number of streams that the peer may reset before they are accepted.
-    pub fn max_pending_accept_reset_streams(&mut self, max: usize) -> &mut Self {
-        self.0.max_unaccepted_resets = max;
-        self
-    }
-
-    /// Sets the number of streams that the peer may make this end reset.
-    pub fn max_local_error_reset_streams(&mut self, max: Option<usize>) -> &mut Self {
-        self.0.max_error_resets = max;
-        self
-    }
-
-    /// Does nothing: small frames are joined, so they need no budget.
-    pub fn data_frame_budget(&mut self, _budget: usize) -> &mut Self {
+        self.config.settings.max_concurrent_streams = Some(max);
         self
     }
 
     /// Announces extended CONNECT (RFC 8441).
     pub fn enable_connect_protocol(&mut self) -> &mut Self {
-        self.0.settings.enable_connect_protocol = Some(1);
+        self.config.settings.enable_connect_protocol = Some(1);
         self
     }
 
@@ -97,7 +49,7 @@ impl Builder {
         S: AsyncRead + AsyncWrite + Unpin,
     {
         Handshake(Some(Connection {
-            driver: Driver::new(io, self.0.clone()),
+            driver: Driver::new(io, self.config.clone()),
             _data: PhantomData,
         }))
     }

@@ -6,12 +6,14 @@ use super::{
 };
 use bytes::{Bytes, BytesMut};
 use fnv::FnvHashMap;
-use http::{HeaderMap, Response};
+use http::{HeaderMap, Method, Response, StatusCode};
 use slab::Slab;
 use std::{collections::VecDeque, task::Waker};
 
 /// Number of bytes that a stream queues for sending at most, besides its peer's window.
-pub(super) const MAX_QUEUED: usize = 128 << 10;
+const MAX_QUEUED: usize = 128 << 10;
+/// The same while the window of the connection is exhausted, when all streams wait at once.
+const MAX_QUEUED_BLOCKED: usize = 16 << 10;
 /// Payload, in bytes, from which a part of the read buffer is kept without a copy.
 const SHARED_BYTES: usize = 4 << 10;
 /// Largest chunk of joined small payloads, in bytes.
@@ -115,6 +117,51 @@ pub(super) enum Lane {
     Blocked,
 }
 
+/// Length that the body of a received message must have (RFC 9113 section 8.1.1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Content {
+    /// Any length.
+    Any,
+    /// As many octets as this are still to come.
+    Left(u64),
+    /// The response to HEAD has no body, whatever its `Content-Length`.
+    OfHead,
+    /// The successful response to CONNECT has no `Content-Length` (RFC 9110 section 9.3.6).
+    OfConnect,
+}
+
+impl Content {
+    /// Returns the rule for the response to a request with this method.
+    pub(super) fn after(method: &Method) -> Self {
+        match *method {
+            Method::HEAD => Self::OfHead,
+            Method::CONNECT => Self::OfConnect,
+            _ => Self::Any,
+        }
+    }
+
+    /// Returns the rule for the body of a response with this status and `Content-Length`.
+    pub(super) fn of_response(self, status: StatusCode, length: Option<u64>) -> Self {
+        match (self, status) {
+            (Self::OfHead, _) => Self::Left(0),
+            (_, StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED) => Self::Any,
+            (Self::OfConnect, _) if status.is_success() => Self::Any,
+            _ => length.map_or(Self::Any, Self::Left),
+        }
+    }
+
+    /// Takes octets of the body, which may be its last. Returns `false` if the message is malformed.
+    #[must_use]
+    pub(super) fn take(&mut self, octets: usize, is_last: bool) -> bool {
+        let Self::Left(left) = self else {
+            return true;
+        };
+        let rest = left.checked_sub(octets as u64);
+        *left = rest.unwrap_or(0);
+        rest.is_some_and(|rest| rest == 0 || !is_last)
+    }
+}
+
 /// One stream.
 #[derive(Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts")]
@@ -138,7 +185,10 @@ pub(super) struct Stream {
     pub(super) error: Option<Error>,
 
     pub(super) response: Option<Box<Response<()>>>,
-    pub(super) interim: Vec<Response<()>>,
+    pub(super) interim: VecDeque<Response<()>>,
+    /// Size of the interim responses since there was none, in bytes.
+    pub(super) interim_size: usize,
+    pub(super) content: Content,
     pub(super) body: RecvQueue,
     pub(super) trailers: Option<Box<HeaderMap>>,
     /// Whether the receiving handle is dropped, so that further data is discarded.
@@ -178,7 +228,9 @@ impl Stream {
             end_sent: false,
             error: None,
             response: None,
-            interim: Vec::new(),
+            interim: VecDeque::new(),
+            interim_size: 0,
+            content: Content::Any,
             body: RecvQueue::default(),
             trailers: None,
             is_unread: false,
@@ -203,12 +255,17 @@ impl Stream {
         self.error.is_some() || (self.recv == Half::Ended && self.end_sent)
     }
 
-    /// Returns the number of bytes that the user may queue.
-    pub(super) fn capacity(&self) -> usize {
+    /// Returns the number of bytes that the user may queue, given the window of the connection.
+    pub(super) fn capacity(&self, connection: SendWindow) -> usize {
         if self.is_waiting {
             return 0;
         }
-        let limit = self.send_window.size().min(MAX_QUEUED);
+        let max = if connection.size() > 0 {
+            MAX_QUEUED
+        } else {
+            MAX_QUEUED_BLOCKED
+        };
+        let limit = self.send_window.size().min(max);
         limit.saturating_sub(self.queued).min(self.requested)
     }
 
@@ -231,8 +288,11 @@ impl Stream {
     }
 
     /// Wakes the sender, once a good part of its queue is free.
-    pub(super) fn wake_sender(&mut self, wakes: &mut Vec<Waker>) {
-        if self.send_waker.is_some() && self.queued * 2 <= MAX_QUEUED && self.capacity() > 0 {
+    pub(super) fn wake_sender(&mut self, connection: SendWindow, wakes: &mut Vec<Waker>) {
+        if self.send_waker.is_some()
+            && self.queued * 2 <= MAX_QUEUED
+            && self.capacity(connection) > 0
+        {
             wakes.extend(self.send_waker.take());
         }
     }

@@ -162,6 +162,63 @@ async fn a_window_changes_once_the_last_change_is_acknowledged() {
     assert!(connection.set_initial_window_size(1 << 20).is_err());
 }
 
+#[tokio::test]
+async fn a_peer_that_does_not_read_the_last_frames_is_given_up() {
+    let (near, mut far) = tokio::io::duplex(16);
+    let (_sender, mut connection) = client::handshake(near).await.unwrap();
+    let mut ping_pong = connection.ping_pong().unwrap();
+    ping_pong.send_ping(Ping::opaque()).unwrap();
+    let flood = async {
+        far.write_all(&data(1, true, b"no SETTINGS")).await.unwrap();
+        for _ in 0..4_000 {
+            far.write_all(&[0; 1_000]).await.unwrap();
+        }
+    };
+    tokio::select! {
+        end = &mut connection => assert_eq!(end.unwrap_err().reason(), Some(Reason::PROTOCOL_ERROR)),
+        () = flood => panic!("all was read and discarded"),
+    }
+}
+
+#[tokio::test]
+async fn a_ping_fails_only_after_the_last_frames_are_written() {
+    let (near, mut far) = tokio::io::duplex(40);
+    let (_sender, mut connection) = client::handshake(near).await.unwrap();
+    let mut ping_pong = connection.ping_pong().unwrap();
+    ping_pong.send_ping(Ping::opaque()).unwrap();
+    far.write_all(&data(1, true, b"no SETTINGS")).await.unwrap();
+    let mut cx = Context::from_waker(std::task::Waker::noop());
+    // The write of GOAWAY is blocked.
+    assert!(pin!(&mut connection).poll(&mut cx).is_pending());
+    assert!(ping_pong.poll_pong(&mut cx).is_pending());
+    let mut bytes = Vec::new();
+    let (end, error) = tokio::select! {
+        all = join(&mut connection, poll_fn(|cx| ping_pong.poll_pong(cx))) => all,
+        _ = far.read_to_end(&mut bytes) => unreachable!("the connection is not dropped"),
+    };
+    assert_eq!(end.unwrap_err().reason(), Some(Reason::PROTOCOL_ERROR));
+    assert!(error.is_err() && ping_pong.send_ping(Ping::opaque()).is_err());
+}
+
+#[test]
+fn waiting_requests_end_when_the_peer_leaves() {
+    let mut peer = Peer::of_client();
+    peer.feed(&settings(&[(3, 1)]));
+    let keys = [(); 2].map(|()| peer.state.send_request(get(), true).unwrap());
+    let last = [0x7f, 0xff, 0xff, 0xff, 0, 0, 0, 0];
+    peer.feed(&frame(kind::GOAWAY, 0, 0, &last));
+    let errors = keys.map(|key| peer.state.store.get(key).unwrap().error.clone());
+    assert!(errors[0].is_none());
+    assert!(errors[1].as_ref().unwrap().is_go_away());
+    // A repetition changes nothing but the reason.
+    let mut repetition = last;
+    repetition[7] = 1;
+    peer.feed(&frame(kind::GOAWAY, 0, 0, &repetition));
+    peer.feed(&headers(1, true, &[(":status", "200")]));
+    let end = peer.state.end.clone().unwrap();
+    assert_eq!(end.unwrap_err().reason(), Some(Reason::PROTOCOL_ERROR));
+}
+
 /// Returns the code of the only `RST_STREAM` frame that the state machine writes.
 fn reset_code(peer: &mut Peer) -> Option<Reason> {
     let frames = peer.take();

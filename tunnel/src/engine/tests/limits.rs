@@ -128,6 +128,8 @@ fn large_heads_are_refused() {
         .collect();
     let end = flag::END_HEADERS | flag::END_STREAM;
     assert_eq!(kinds, [(kind::HEADERS, end), (kind::RST_STREAM, 0)]);
+    let code = u32::from(Reason::PROTOCOL_ERROR).to_be_bytes();
+    assert_eq!(frames[1].payload, code[..], "not to be repeated");
     assert_eq!(peer.state.store.len(), 0);
     assert_eq!(
         peer.verdict(&[request(3, true, &[])]),
@@ -140,7 +142,68 @@ fn large_heads_are_refused() {
     let head = http::Request::get("http://a/").body(()).unwrap();
     peer.state.send_request(head, true).unwrap();
     let response = headers(1, true, &[&[(":status", "200")][..], &large].concat());
-    assert_eq!(peer.verdict(&[response]), Stream(1, Reason::REFUSED_STREAM));
+    assert_eq!(peer.verdict(&[response]), Stream(1, Reason::PROTOCOL_ERROR));
+}
+
+#[test]
+fn answers_to_large_heads_are_limited() {
+    let value = "x".repeat(100);
+    let large = [("a", &value[..]), ("b", &value)];
+    let flood = |end: bool, max: Option<usize>, reads: bool| {
+        let mut peer = Peer::of_server(|config| {
+            config.settings.max_header_list_size = Some(300);
+            config.max_error_resets = max;
+        });
+        let mut count = 0;
+        while peer.state.end.is_none() && count < 25_000 {
+            peer.feed(&request(count * 2 + 1, end, &large));
+            count += 1;
+            if reads && peer.state.end.is_none() {
+                peer.take();
+            }
+        }
+        assert!(peer.state.heads.len() < 1 << 20);
+        assert_eq!(peer.verdict(&[]), CALM);
+        count
+    };
+    for end in [true, false] {
+        assert_eq!(flood(end, Some(30), true), 31);
+        assert!(flood(end, None, false) <= 20_001);
+    }
+}
+
+#[test]
+fn requests_that_were_reset_before_they_were_accepted_keep_no_fields() {
+    let mut peer = Peer::of_server(|_| {});
+    for id in [1, 3] {
+        peer.feed(&request(id, true, &[("x", "y")]));
+    }
+    peer.feed(&reset(3, Reason::CANCEL));
+    let accept = peer.state.accept.iter();
+    let counts: Vec<_> = accept.map(|(_, request)| request.headers().len()).collect();
+    assert_eq!(counts, [1, 0]);
+}
+
+#[test]
+fn unread_interim_responses_are_limited_in_number_and_size() {
+    let client = |max_size| {
+        let mut peer = Peer::of_client();
+        peer.state.config.settings.max_header_list_size = max_size;
+        let head = http::Request::get("http://a/").body(()).unwrap();
+        peer.state.send_request(head, true).unwrap();
+        peer
+    };
+    let malformed = Stream(1, Reason::PROTOCOL_ERROR);
+    let interim = headers(1, false, &[(":status", "103")]);
+    let mut peer = client(None);
+    for _ in 0..1_024 {
+        assert_eq!(peer.verdict(std::slice::from_ref(&interim)), Accepted);
+    }
+    assert_eq!(peer.verdict(&[interim]), malformed);
+    let large = headers(1, false, &[(":status", "103"), ("a", &"x".repeat(100))]);
+    let mut peer = client(Some(1_000));
+    let count = (0..1_024).take_while(|_| peer.verdict(std::slice::from_ref(&large)) == Accepted);
+    assert_eq!(count.count(), 5);
 }
 
 #[test]

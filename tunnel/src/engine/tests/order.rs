@@ -5,10 +5,11 @@ use super::{
         client,
         connection::{Config, Shared},
         frame::kind,
+        io::{Driver, Outgoing},
         server,
         streams::{Half, Key},
     },
-    raw::{Frame, Peer, frame, request, settings, window_update},
+    raw::{Frame, Peer, frame, headers, request, settings, window_update},
 };
 use bytes::Bytes;
 use futures_util::future::{join, join3};
@@ -192,6 +193,61 @@ fn waiting_requests_open_when_the_peer_allows() {
 }
 
 #[test]
+fn data_follows_the_head_of_a_stream_that_opens_in_the_same_batch() {
+    let mut peer = Peer::of_client();
+    peer.feed(&settings(&[(3, 1)]));
+    let head = || http::Request::post("http://a/").body(()).unwrap();
+    let keys = [(); 2].map(|()| peer.state.send_request(head(), false).unwrap());
+    peer.take();
+    for key in keys {
+        queue(&mut peer, key, 10, true);
+    }
+    peer.feed(&headers(1, true, &[(":status", "200")]));
+    let frames = peer.take_batch();
+    let frames: Vec<_> = frames
+        .iter()
+        .map(|frame| (frame.kind, frame.stream))
+        .collect();
+    let expected = [(kind::DATA, 1), (kind::HEADERS, 3), (kind::DATA, 3)];
+    assert_eq!(frames, expected);
+}
+
+#[test]
+fn streams_queue_little_while_the_connections_window_is_exhausted() {
+    let shared = Arc::new(Shared::new(Config::new(false)));
+    let receive = |bytes: &[u8]| {
+        let mut read = bytes::BytesMut::from(bytes);
+        shared.with(|state| state.receive(&mut read, (0, 0)));
+        shared.with(|state| while state.drain(&mut Outgoing::default()) {});
+    };
+    receive(&settings(&[(4, 1 << 20)]));
+    let mut sender = client::SendRequest::<Bytes>::new(shared.clone());
+    let mut open = || {
+        let head = http::Request::post("http://a/").body(()).unwrap();
+        let (response, mut send) = sender.send_request(head, false).unwrap();
+        send.reserve_capacity(1 << 20);
+        (response, send)
+    };
+    let (mut first, mut second) = (open(), open());
+    assert_eq!(first.1.capacity(), 128 << 10);
+    first
+        .1
+        .send_data(Bytes::from(vec![0; 65_535]), false)
+        .unwrap();
+    receive(&[]);
+    assert_eq!(second.1.capacity(), 16 << 10);
+    let chunk = Bytes::from(vec![0; 16 << 10]);
+    second.1.send_data(chunk, false).unwrap();
+    assert_eq!(second.1.capacity(), 0);
+    let wakes = Arc::<Wakes>::default();
+    let mut capacity = Box::pin(poll_fn(|cx| second.1.poll_capacity(cx)));
+    assert!(poll(&mut capacity, &wakes).is_pending());
+    receive(&window_update(0, 1_000));
+    assert_eq!(wakes.0.load(Relaxed), 1);
+    assert!(poll(&mut capacity, &wakes).is_ready());
+}
+
+#[test]
 fn many_small_chunks_share_a_frame() {
     let (mut peer, keys) = serving(1);
     for _ in 0..1_000 {
@@ -255,6 +311,73 @@ fn requests_wait_in_turn_and_pass_their_place_on() {
     assert_eq!(woken(&waiting), [1, 0]);
     let (mut next, wakes) = waiting.remove(0);
     assert!(matches!(poll(&mut next, &wakes), Poll::Ready(Ok(_))));
+}
+
+#[test]
+fn a_newcomer_waits_behind_those_that_were_woken() {
+    let shared = Arc::new(Shared::new(Config::new(false)));
+    let head = || http::Request::get("http://a/").body(()).unwrap();
+    let mut read = bytes::BytesMut::from(&settings(&[(3, 1)])[..]);
+    shared.lock().receive(&mut read, (0, 0));
+    let first = shared.lock().send_request(head(), true).unwrap();
+    let sender = client::SendRequest::<Bytes>::new(shared.clone());
+    let mut waiting: Vec<_> = (0..2).map(|_| with_wakes(sender.clone().ready())).collect();
+    for (future, wakes) in &mut waiting {
+        assert!(poll(future, wakes).is_pending());
+    }
+    shared.with(|state| state.reset(first, 8.into(), super::super::error::Initiator::User));
+    let (mut newcomer, wakes) = with_wakes(sender.ready());
+    assert!(poll(&mut newcomer, &wakes).is_pending());
+    // A sender that is dropped unused passes its place on, and so does one whose request fails.
+    for (index, (future, wakes)) in waiting.iter_mut().enumerate() {
+        assert_eq!(wakes.0.load(Relaxed), 1);
+        let Poll::Ready(Ok(mut sender)) = poll(future, wakes) else {
+            panic!("a woken task has its place");
+        };
+        if index == 1 {
+            let mut malformed = head();
+            malformed.headers_mut().insert(
+                http::header::CONNECTION,
+                http::HeaderValue::from_static("x"),
+            );
+            assert!(sender.send_request(malformed, true).is_err());
+        }
+    }
+    assert_eq!(wakes.0.load(Relaxed), 1);
+    assert!(poll(&mut newcomer, &wakes).is_ready());
+}
+
+#[test]
+fn tasks_that_wait_for_large_heads_are_woken_when_the_heads_leave() {
+    let shared = Arc::new(Shared::new(Config::new(false)));
+    let mut read = bytes::BytesMut::from(&settings(&[(3, 3)])[..]);
+    shared.lock().receive(&mut read, (0, 0));
+    let head = || http::Request::post("http://a/").body(()).unwrap();
+    let keys = [(); 3].map(|()| shared.lock().send_request(head(), false).unwrap());
+    shared.lock().drain(&mut Outgoing::default());
+    let large = http::Request::post("http://a/").header("x", "x".repeat(300_000));
+    let large = large.body(()).unwrap();
+    shared.lock().send_request(large, false).unwrap();
+    let sender = client::SendRequest::<Bytes>::new(shared.clone());
+    let (mut waiting, wakes) = with_wakes(sender.ready());
+    assert!(poll(&mut waiting, &wakes).is_pending());
+    // The first two streams end, which opens the one with the large head, and the trailers of the third stream follow.
+    for id in [1, 3] {
+        let response = headers(id, true, &[(":status", "200")]);
+        let mut read = bytes::BytesMut::from(&response[..]);
+        shared.lock().receive(&mut read, (0, 0));
+    }
+    for key in keys {
+        let state = &mut *shared.lock();
+        let stream = state.store.get(key).unwrap();
+        stream.send = Half::Ended;
+        if key == keys[2] {
+            stream.last_block = Some(Box::default());
+        }
+        state.schedule.add(key, stream);
+    }
+    while shared.with(|state| state.drain(&mut Outgoing::default())) {}
+    assert_eq!(wakes.0.load(Relaxed), 1);
 }
 
 #[derive(Default)]
@@ -402,4 +525,78 @@ async fn an_idle_connection_keeps_no_buffers() {
     }
     drop(sender);
     assert_eq!(connection.buffered_memory(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_connection_with_several_idle_streams_gives_its_buffers_back() {
+    let (near, far) = tokio::io::duplex(10_000);
+    let (mut sender, mut connection) = client::handshake(near).await.unwrap();
+    let mut ping_pong = connection.ping_pong().unwrap();
+    let mut server = server::handshake(far);
+    let work = async {
+        let mut streams = Vec::new();
+        for _ in 0..3 {
+            let head = http::Request::post("http://a/").body(()).unwrap();
+            let (response, mut send) = sender.send_request(head, false).unwrap();
+            send.send_data(Bytes::from(vec![0; 10_000]), false).unwrap();
+            streams.push((response, send));
+        }
+        for _ in 0..40 {
+            ping_pong.send_ping(super::super::Ping::opaque()).unwrap();
+            poll_fn(|cx| ping_pong.poll_pong(cx)).await.unwrap();
+        }
+        streams
+    };
+    let serve = async {
+        let mut connection = (&mut server).await.unwrap();
+        let mut accepted = Vec::new();
+        while let Some(request) = connection.accept().await {
+            accepted.push(request);
+        }
+    };
+    let mut least = usize::MAX;
+    let measured = poll_fn(|cx| {
+        let polled = Pin::new(&mut connection).poll(cx);
+        least = least.min(connection.buffered_memory());
+        polled
+    });
+    let streams = tokio::select! {
+        streams = work => streams,
+        _ = measured => unreachable!(),
+        () = serve => unreachable!(),
+    };
+    assert_eq!(streams.len(), 3);
+    assert_eq!(least, 0);
+}
+
+#[tokio::test]
+async fn the_state_of_a_dropped_connection_keeps_no_frames() {
+    let (near, _far) = tokio::io::duplex(10);
+    let driver = Driver::new(near, Config::new(false));
+    let shared = driver.shared().clone();
+    let head = http::Request::get("http://a/").body(()).unwrap();
+    shared.with(|state| state.send_request(head, true)).unwrap();
+    drop(driver);
+    let state = shared.lock();
+    assert_eq!(state.control.capacity() + state.heads.capacity(), 0);
+}
+
+#[tokio::test]
+async fn work_that_a_turn_has_done_wakes_its_task_no_more() {
+    let (near, mut far) = tokio::io::duplex(10_000);
+    let mut driver = Driver::new(near, Config::new(false));
+    let shared = driver.shared().clone();
+    let head = http::Request::get("http://a/").body(()).unwrap();
+    let key = shared.with(|state| state.send_request(head, true)).unwrap();
+    let frames = [settings(&[]), headers(1, true, &[(":status", "200")])];
+    far.write_all(&frames.concat()).await.unwrap();
+    let wakes = Arc::<Wakes>::default();
+    let polled = driver.poll(&mut Context::from_waker(&wakes.clone().into()));
+    assert!(polled.is_pending());
+    let before = wakes.0.load(Relaxed);
+    for _ in 0..2 {
+        shared.with(|state| state.drop_handle(key));
+    }
+    assert!(shared.lock().store.is_empty());
+    assert_eq!(wakes.0.load(Relaxed), before);
 }

@@ -273,7 +273,7 @@ fn streams_have_states() {
     );
     assert_eq!(
         server_verdict(&[request(3, true, &[]), ended]),
-        closed,
+        Connection(Reason::PROTOCOL_ERROR),
         "numbers only grow"
     );
     let trailers = headers(1, true, &[("a", "b")]);
@@ -364,6 +364,140 @@ fn late_frames_of_a_stream_that_this_end_reset_are_ignored_and_give_back_the_win
 }
 
 #[test]
+fn late_frames_of_many_streams_are_ignored() {
+    let mut peer = Peer::of_server(|config| config.max_remembered_resets = 5_000);
+    let ids = || (0..5_001).map(|index| index * 2 + 1);
+    for id in ids() {
+        peer.feed(&request(id, false, &[]));
+        let (key, _) = peer.state.next_request().unwrap();
+        let user = super::super::error::Initiator::User;
+        peer.state.reset(key, Reason::CANCEL, user);
+        for _ in 0..2 {
+            peer.state.drop_handle(key);
+        }
+    }
+    peer.take();
+    for id in ids().skip(1) {
+        assert_eq!(peer.verdict(&[data(id, false, b"x")]), Accepted, "{id}");
+    }
+    // The oldest was forgotten, and is remembered after its second reset.
+    let late = headers(1, true, &[("a", "b")]);
+    let closed = Stream(1, Reason::STREAM_CLOSED);
+    assert_eq!(peer.verdict(std::slice::from_ref(&late)), closed);
+    assert_eq!(peer.verdict(&[late]), Accepted);
+}
+
+#[test]
+fn bodies_have_the_length_that_their_heads_state() {
+    let malformed = Stream(1, Reason::PROTOCOL_ERROR);
+    let post = |end, length| request(1, end, &[("content-length", length)]);
+    let trailers = headers(1, true, &[("a", "b")]);
+    for frames in [
+        vec![post(true, "5")],
+        vec![post(false, "5"), data(1, true, b"1234")],
+        vec![post(false, "5"), data(1, false, b"123456")],
+        vec![
+            post(false, "5"),
+            data(1, false, b"12345"),
+            data(1, true, b"6"),
+        ],
+        vec![post(false, "5"), data(1, false, b"1"), trailers.clone()],
+        vec![post(false, "x")],
+        vec![post(false, "+5")],
+        vec![post(false, "")],
+        vec![post(false, "5, 5")],
+        vec![post(false, "18446744073709551616")],
+        vec![request(
+            1,
+            false,
+            &[("content-length", "5"), ("content-length", "6")],
+        )],
+    ] {
+        assert_eq!(server_verdict(&frames), malformed, "{frames:?}");
+    }
+    let padded = frame(kind::DATA, flag::PADDED, 1, &[2, b'3', b'4', 0, 0]);
+    let whole = [
+        post(false, "5"),
+        data(1, false, b"12"),
+        padded,
+        data(1, true, b"5"),
+    ];
+    for frames in [
+        &whole[..],
+        &[post(true, "0")],
+        &[post(false, "5"), data(1, false, b"12345"), trailers],
+    ] {
+        assert_eq!(server_verdict(frames), Accepted, "{frames:?}");
+    }
+}
+
+#[test]
+fn lengths_of_responses_depend_on_method_and_status() {
+    let malformed = Stream(1, Reason::PROTOCOL_ERROR);
+    let response = |method: http::Method, status, length, body: Option<&[u8]>| {
+        let mut peer = Peer::of_client();
+        let mut head = http::Request::get("http://a:1/").body(()).unwrap();
+        *head.method_mut() = method;
+        peer.state.send_request(head, true).unwrap();
+        let fields = [(":status", status), ("content-length", length)];
+        let mut frames = vec![headers(1, body.is_none(), &fields)];
+        frames.extend(body.map(|body| data(1, true, body)));
+        peer.verdict(&frames)
+    };
+    let (get, head, connect) = (http::Method::GET, http::Method::HEAD, http::Method::CONNECT);
+    for (method, status, body, verdict) in [
+        (&get, "200", Some(&b"12345"[..]), Accepted),
+        (&get, "200", Some(b"1234"), malformed),
+        (&get, "200", Some(b"123456"), malformed),
+        (&get, "200", None, malformed),
+        (&get, "204", None, Accepted),
+        (&get, "304", None, Accepted),
+        (&get, "304", Some(b""), Accepted),
+        (&head, "200", None, Accepted),
+        (&head, "200", Some(b""), Accepted),
+        (&head, "200", Some(b"12345"), malformed),
+        (&connect, "200", Some(b"a tunnel"), Accepted),
+        (&connect, "502", Some(b"1234"), malformed),
+        (&connect, "502", Some(b"12345"), Accepted),
+    ] {
+        let actual = response(method.clone(), status, "5", body);
+        assert_eq!(actual, verdict, "{method} {status} {body:?}");
+    }
+}
+
+#[test]
+fn windows_of_ended_streams_do_not_change() {
+    for (end, verdict) in [
+        (true, Accepted),
+        (false, Connection(Reason::FLOW_CONTROL_ERROR)),
+    ] {
+        let mut peer = Peer::of_client();
+        let head = http::Request::get("http://a/").body(()).unwrap();
+        peer.state.send_request(head, end).unwrap();
+        let most = window_update(1, (1 << 31) - 1 - 65_535);
+        assert_eq!(peer.verdict(&[most]), Accepted);
+        assert_eq!(peer.verdict(&[settings(&[(4, 65_536)])]), verdict);
+    }
+}
+
+#[test]
+fn settings_of_a_server_are_checked_and_obeyed() {
+    let push = settings(&[(2, 1)]);
+    let protocol = Connection(Reason::PROTOCOL_ERROR);
+    assert_eq!(client_verdict(std::slice::from_ref(&push)), protocol);
+    assert_eq!(server_verdict(&[push]), Accepted);
+    assert_eq!(client_verdict(&[settings(&[(2, 0)])]), Accepted);
+    // The table was emptied for a moment.
+    let mut peer = Peer::of_client();
+    peer.feed(&settings(&[(1, 0), (1, 4_096)]));
+    let head = http::Request::get("http://a/").body(()).unwrap();
+    peer.state.send_request(head, true).unwrap();
+    let frames = peer.take();
+    let head = frames.iter().find(|frame| frame.kind == kind::HEADERS);
+    assert_eq!(head.unwrap().payload[..4], [0x20, 0x3f, 0xe1, 0x1f]);
+}
+
+#[test]
 fn a_partial_frame_waits_at_every_byte() {
     let frames = [
         request(1, false, &[("x", "y")]),
@@ -426,7 +560,12 @@ fn a_server_leaves_in_two_steps() {
     peer.feed(&frame(kind::PING, flag::ACK, 0, &frames[1].payload));
     let frames = peer.take();
     assert_eq!(frames[0].payload[..4], [0, 0, 0, 1]);
-    peer.feed(&request(3, true, &[]));
+    let untaken = [
+        request(3, false, &[]),
+        data(3, false, b"x"),
+        headers(3, true, &[("a", "b")]),
+    ];
+    assert_eq!(peer.verdict(&untaken), Accepted);
     assert!(peer.state.next_request().is_none());
     assert!(peer.state.end.is_none());
     for _ in 0..2 {
@@ -434,4 +573,22 @@ fn a_server_leaves_in_two_steps() {
     }
     peer.state.check_end();
     assert!(matches!(peer.state.end, Some(Ok(()))));
+}
+
+#[test]
+fn the_number_in_go_away_never_grows() {
+    let mut peer = Peer::of_server(|_| {});
+    peer.state.shut_down();
+    let frames = peer.take();
+    peer.feed(&request(1, true, &[]));
+    peer.feed(&frame(kind::PING, flag::ACK, 0, &frames[1].payload));
+    peer.feed(&request(3, true, &[]));
+    peer.feed(&window_update(0, 0));
+    let frames = peer.take();
+    let last: Vec<_> = frames
+        .iter()
+        .filter(|frame| frame.kind == kind::GOAWAY)
+        .map(|frame| frame.payload[3])
+        .collect();
+    assert_eq!(last, [1, 1]);
 }
