@@ -11,7 +11,7 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 const LINE_LENGTH: usize = 64;
 
 /// Encodes one block of PEM, with its line ends.
-pub(crate) fn encode(label: &str, der: &[u8]) -> String {
+pub fn encode(label: &str, der: &[u8]) -> String {
     let text = STANDARD.encode(der);
     let mut out = format!("-----BEGIN {label}-----\n");
     let mut remaining = text.as_str();
@@ -47,7 +47,7 @@ pub fn parse_certificates(text: &str) -> Result<Vec<CertificateDer<'static>>, St
 }
 
 /// Returns the first private key of a text.
-pub(crate) fn private_key(text: &str) -> Result<PrivateKeyDer<'static>, String> {
+pub fn private_key(text: &str) -> Result<PrivateKeyDer<'static>, String> {
     PrivateKeyDer::from_pem_slice(text.as_bytes()).map_err(|error| error.to_string())
 }
 

@@ -1,7 +1,7 @@
 //! Names: of nodes, of trust domains, of servers and of clients.
 //!
 //! Owns `NodeName`, `TrustDomain` and `HostName`, and the rule for names of clients. Every name from outside is parsed here
-//! once. From then on it is lower-case, short and free of special characters. Never decides who owns a name: `identity` does.
+//! once. From then on it is lower-case, short and free of special characters. Never decides who owns a name.
 
 use std::borrow::Borrow;
 use std::fmt;
@@ -12,8 +12,6 @@ use std::sync::Arc;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
-
-use crate::certificate::CertificateError;
 
 /// Longest DNS name (RFC 1035, section 2.3.4, without the root's dot).
 const MAX_NAME: usize = 253;
@@ -42,8 +40,8 @@ pub enum NameError {
         why: &'static str,
     },
     /// The bytes are not a certificate.
-    #[error(transparent)]
-    Certificate(#[from] CertificateError),
+    #[error("{0}")]
+    Certificate(String),
     /// The certificate carries no identity of ours, or more than one.
     #[error("the certificate carries {count} identities (spiffe URIs) instead of one")]
     NotOneIdentity {
@@ -290,16 +288,6 @@ impl HostName {
             Ok(address) => Ok(Self::Ip(address)),
             Err(_) => parse_dns(text).map(Self::Dns),
         }
-    }
-}
-
-impl HostName {
-    /// Returns the name as a certificate's alternative name.
-    pub(crate) fn to_san(&self) -> Result<rcgen::SanType, rcgen::Error> {
-        Ok(match self {
-            Self::Dns(name) => rcgen::SanType::DnsName(name.as_ref().try_into()?),
-            Self::Ip(address) => rcgen::SanType::IpAddress(*address),
-        })
     }
 }
 
