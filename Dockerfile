@@ -43,6 +43,7 @@ COPY Cargo.toml Cargo.lock ./
 COPY .cargo .cargo
 COPY config/Cargo.toml config/
 COPY rt/Cargo.toml rt/
+COPY tls/Cargo.toml tls/
 COPY watch-cache/Cargo.toml watch-cache/
 COPY tunnel/Cargo.toml tunnel/
 COPY upstream/Cargo.toml upstream/
@@ -55,7 +56,7 @@ COPY tests/summary/Cargo.toml tests/summary/
 # build.
 RUN set -eu; \
     mkdir src; echo 'fn main() {}' > src/main.rs; \
-    for each in config rt watch-cache tunnel upstream certs gateway edge k8s; do mkdir "$each/src"; : > "$each/src/lib.rs"; done; \
+    for each in config rt tls watch-cache tunnel upstream certs gateway edge k8s; do mkdir "$each/src"; : > "$each/src/lib.rs"; done; \
     cargo fetch --locked; \
     crates=$(ls -d "${CARGO_HOME:-$HOME/.cargo}"/registry/src/* | head -n 1); test -n "$crates"; \
     echo "RUSTFLAGS='-C target-feature=+crt-static --remap-path-prefix=$crates= -C strip=symbols' \
@@ -65,7 +66,7 @@ RUN set -eu; \
 COPY . .
 # The stand-ins above were built later than some of these files were written.
 RUN set -eu; \
-    find src config rt watch-cache tunnel upstream certs gateway edge k8s -name '*.rs' -exec touch {} +; \
+    find src config rt tls watch-cache tunnel upstream certs gateway edge k8s -name '*.rs' -exec touch {} +; \
     sh /build.sh; \
     mkdir -p /image/etc/causeway /image/run/causeway /image/var/lib/causeway /image/var/lib/causeway-edge; \
     chmod 0700 /image/run/causeway /image/var/lib/causeway /image/var/lib/causeway-edge; \

@@ -9,21 +9,24 @@
 mod access;
 mod cli;
 mod command;
-mod config_loader;
+// Gateway and edge run on Linux. Other systems have only the commands of users.
+#[cfg(target_os = "linux")]
+mod operator;
 mod output;
-mod reference;
-mod reload;
+mod prepared_command;
 mod signal;
-mod systemd;
+mod suggestion;
 mod telemetry;
+mod variables;
 
 use std::process::ExitCode;
 use std::time::Duration;
 
 use causeway_config::LogFormat;
+use prepared_command::PreparedCommand;
 
 /// jemalloc, because tunnels allocate and free in bursts, and glibc's allocator would keep that memory.
-#[cfg(feature = "jemalloc")]
+#[cfg(all(feature = "jemalloc", target_os = "linux"))]
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
@@ -40,35 +43,19 @@ fn main() -> ExitCode {
             };
         }
     };
-    causeway_certs::install_provider();
+    causeway_tls::install_provider();
     let (format, outcome) = match command::prepare(cli.command) {
         Ok(None) => return ExitCode::SUCCESS,
         Ok(Some(prepared)) => (prepared.log.format, run(prepared)),
         Err(error) => (LogFormat::Text, Err(error)),
     };
-    let Err(error) = outcome else {
-        return ExitCode::SUCCESS;
-    };
-    if let Some(rejected) = error.downcast_ref::<config_loader::RejectedConfig>() {
-        for fault in &rejected.faults {
-            telemetry::report_error(rejected.format, fault);
-        }
-        return ExitCode::from(2);
-    }
-    if !command::is_reported(&error) {
-        report(format, &output::explain(&error));
-    }
-    command::exit_code(&error)
-}
-
-fn report(format: LogFormat, message: &str) {
-    match format {
-        LogFormat::Text => telemetry::report_error(format, &format!("causeway: {message}")),
-        LogFormat::Json => telemetry::report_error(format, message),
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => command::report(&error, format),
     }
 }
 
-fn run(prepared: command::PreparedCommand) -> anyhow::Result<()> {
+fn run(prepared: PreparedCommand) -> anyhow::Result<()> {
     let _logs = telemetry::start(&prepared.log, prepared.audit_log_path.as_deref())?;
     for warning in &prepared.warnings {
         tracing::warn!("{warning}");

@@ -54,8 +54,8 @@ fn write_to(out: &mut impl Write, text: Arguments<'_>) -> io::Result<()> {
     out.flush()
 }
 
-/// Replaces a file with a new private file (0600). The new file is written beside the old one, synced to the disk and
-/// renamed.
+/// Replaces a file with a new private file (0600; on Windows the file inherits the access list of its directory). The new file is
+/// written beside the old one, synced to the disk and renamed.
 pub(crate) fn write_private_file(path: &Path, text: &str) -> anyhow::Result<()> {
     let write_and_rename = || {
         let directory = path
@@ -83,4 +83,20 @@ pub(crate) fn explain(error: &anyhow::Error) -> String {
                 format!("{text}: {cause}")
             }
         })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cause_is_said_once() {
+        let full = io::Error::other("no space left");
+        let error = anyhow::Error::new(full).context("cannot write x: no space left");
+        let error = Err::<(), _>(error).context("cannot join").unwrap_err();
+        assert_eq!(
+            explain(&error),
+            "cannot join: cannot write x: no space left"
+        );
+    }
 }

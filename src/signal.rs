@@ -1,11 +1,45 @@
-//! Handling of SIGTERM, SIGINT and SIGHUP.
+//! Handling of SIGTERM, SIGINT and SIGHUP, or of the events of a Windows console.
 //!
 //! The first SIGTERM or SIGINT cancels `stop`, and the process drains. The second cancels `abort`, and the command returns at
-//! once, whatever is still open. SIGHUP causes a reload of the configuration.
+//! once, whatever is still open. SIGHUP causes a reload of the configuration. On Windows, Ctrl-Break counts as SIGTERM, Ctrl-C as
+//! SIGINT, and the end of the console window as SIGHUP.
+
+use std::io;
 
 use anyhow::Context;
-use tokio::signal::unix::{Signal, SignalKind, signal};
+use system::{Hangup, Interrupt, Terminate};
 use tokio_util::sync::CancellationToken;
+
+#[cfg(unix)]
+mod system {
+    use std::io;
+    pub(crate) use tokio::signal::unix::{
+        Signal as Hangup, Signal as Interrupt, Signal as Terminate,
+    };
+    use tokio::signal::unix::{SignalKind, signal};
+
+    pub(super) fn terminate() -> io::Result<Terminate> {
+        signal(SignalKind::terminate())
+    }
+
+    pub(super) fn interrupt() -> io::Result<Interrupt> {
+        signal(SignalKind::interrupt())
+    }
+
+    pub(super) fn hangup() -> io::Result<Hangup> {
+        signal(SignalKind::hangup())
+    }
+}
+
+#[cfg(windows)]
+mod system {
+    pub(crate) use tokio::signal::windows::{
+        CtrlBreak as Terminate, CtrlC as Interrupt, CtrlClose as Hangup,
+    };
+    pub(super) use tokio::signal::windows::{
+        ctrl_break as terminate, ctrl_c as interrupt, ctrl_close as hangup,
+    };
+}
 
 /// Signals of a process that runs until it receives a signal to stop.
 pub(crate) struct Signals {
@@ -14,22 +48,24 @@ pub(crate) struct Signals {
     /// Cancelled by the second SIGTERM or SIGINT.
     pub(crate) abort: CancellationToken,
     /// Stream of SIGHUPs, for the task that handles them. SIGHUP does not end the process.
-    pub(crate) hangup: Option<Signal>,
-    terminate: Signal,
-    interrupt: Signal,
+    pub(crate) hangup: Option<Hangup>,
+    terminate: Terminate,
+    interrupt: Interrupt,
 }
 
 impl Signals {
     /// Installs the handlers. From then on the signals no longer end the process by themselves.
     pub(crate) fn listen() -> anyhow::Result<Self> {
-        let install = |kind| signal(kind).context("cannot install the signal handlers");
-        Ok(Self {
-            stop: CancellationToken::new(),
-            abort: CancellationToken::new(),
-            hangup: Some(install(SignalKind::hangup())?),
-            terminate: install(SignalKind::terminate())?,
-            interrupt: install(SignalKind::interrupt())?,
-        })
+        let install = || -> io::Result<Self> {
+            Ok(Self {
+                stop: CancellationToken::new(),
+                abort: CancellationToken::new(),
+                hangup: Some(system::hangup()?),
+                terminate: system::terminate()?,
+                interrupt: system::interrupt()?,
+            })
+        };
+        install().context("cannot install the signal handlers")
     }
 
     /// Runs `future` until it ends, and returns its outcome, or `None` if a second signal came before.

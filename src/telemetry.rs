@@ -6,33 +6,23 @@
 //! that hangs, or a slow reader, delays no other thread. Lines that such a thread cannot keep up with are lost. The metrics
 //! count lost lines, and the log reports them.
 
-mod audit_log;
+#[cfg_attr(not(target_os = "linux"), path = "telemetry/no_audit_log.rs")]
+pub(crate) mod audit_log;
 mod log_writer;
 
-use crate::output::errln;
+use crate::output::{errln, explain};
 use anyhow::{Context, bail};
-use audit_log::AuditLog;
-pub(crate) use audit_log::reopen as reopen_audit_log;
+use audit_log::{AUDIT, AuditLog};
 use causeway_config::{Log, LogFormat};
-use causeway_gateway::audit::AUDIT;
 use log_writer::LogWriter;
 use serde_json::json;
-use std::{
-    borrow::Cow,
-    ffi::OsStr,
-    fs::File,
-    io::IsTerminal,
-    os::{fd::AsFd, unix::fs::MetadataExt},
-    path::Path,
-    time::SystemTime,
-};
+use std::{borrow::Cow, ffi::OsStr, io::IsTerminal, path::Path, time::SystemTime};
 use tracing::{
     Event, Level, Subscriber,
     level_filters::{LevelFilter, STATIC_MAX_LEVEL},
 };
 use tracing_subscriber::{
     EnvFilter, Layer,
-    filter::Targets,
     fmt::{self, FmtContext, FormatEvent, FormatFields, format::Writer},
     layer::SubscriberExt,
     registry::LookupSpan,
@@ -81,18 +71,7 @@ pub(crate) fn start(log: &Log, audit: Option<&Path>) -> anyhow::Result<Logs> {
         }
     };
     let audit = audit.map(AuditLog::open).transpose()?;
-    let audit_layer = audit.as_ref().map(|audit| {
-        fmt::layer()
-            .log_internal_errors(false)
-            .json()
-            .flatten_event(true)
-            .with_target(false)
-            .with_level(false)
-            .with_current_span(false)
-            .with_span_list(false)
-            .with_writer(audit.writer())
-            .with_filter(Targets::new().with_target(AUDIT, LevelFilter::INFO))
-    });
+    let audit_layer = audit.as_ref().map(AuditLog::layer);
     tracing_subscriber::registry()
         .with(lines.with_filter(filter))
         .with(audit_layer)
@@ -140,6 +119,15 @@ pub(crate) fn report_error(format: LogFormat, message: &str) {
             });
             errln!("{priority}{line}");
         }
+    }
+}
+
+/// Writes the failure that ends the process, as [`report_error`] does. For people the line begins with the name of the program.
+pub(crate) fn report_failure(format: LogFormat, error: &anyhow::Error) {
+    let message = explain(error);
+    match format {
+        LogFormat::Text => report_error(format, &format!("causeway: {message}")),
+        LogFormat::Json => report_error(format, &message),
     }
 }
 
@@ -213,13 +201,20 @@ fn cap_levels(text: &str, max_level: LevelFilter) -> Cow<'_, str> {
 }
 
 /// Whether standard error is connected to the journal: `JOURNAL_STREAM` names its device and inode (`systemd.exec(5)`).
+#[cfg(target_os = "linux")]
 fn is_journal() -> bool {
+    use std::os::{fd::AsFd, unix::fs::MetadataExt};
     let Some(stream) = std::env::var_os("JOURNAL_STREAM") else {
         return false;
     };
     let stderr = std::io::stderr().as_fd().try_clone_to_owned();
-    let metadata = stderr.and_then(|stderr| File::from(stderr).metadata());
+    let metadata = stderr.and_then(|stderr| std::fs::File::from(stderr).metadata());
     metadata.is_ok_and(|stderr| *stream == *format!("{}:{}", stderr.dev(), stderr.ino()))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn is_journal() -> bool {
+    false
 }
 
 /// Format of events with the priority before each line.

@@ -8,10 +8,10 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
+use causeway_tls::{Fingerprint, NameError, name::check_client};
 use thiserror::Error;
 
-use crate::name::{NameError, check_client};
-use crate::secret::{Fingerprint, random_secret};
+use crate::secret::random_secret;
 use causeway_config::Secret;
 
 /// Prefix of each generated token: its kind and version.

@@ -20,6 +20,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use causeway_tls::{Fingerprint, GatewayName, ListenerName, NodeName, TrustDomain, name, pem};
 use rcgen::{Issuer, KeyPair};
 use rustls_pki_types::{CertificateDer, UnixTime};
 use schemars::JsonSchema;
@@ -29,9 +30,6 @@ use crate::certificate::Certificate;
 use crate::csr::VerifiedPublicKey;
 use crate::identity::{self, IssuerPurpose};
 use crate::leaf::LeafCertificate;
-use crate::name::{self, GatewayName, ListenerName, NodeName, TrustDomain};
-use crate::pem;
-use crate::secret::Fingerprint;
 use causeway_config::Secret;
 pub use error::CaError;
 use listener_ca::ListenerCa;

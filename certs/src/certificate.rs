@@ -5,6 +5,7 @@
 
 use std::time::Duration;
 
+use causeway_tls::NameError;
 use rustls_pki_types::{CertificateDer, UnixTime};
 use thiserror::Error;
 use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
@@ -17,6 +18,12 @@ pub(crate) const CLOCK_SKEW: Duration = Duration::from_hours(1);
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("not a readable certificate: {0}")]
 pub struct CertificateError(String);
+
+impl From<CertificateError> for NameError {
+    fn from(error: CertificateError) -> Self {
+        Self::Certificate(error.to_string())
+    }
+}
 
 /// The properties of one certificate.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

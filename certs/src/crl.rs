@@ -9,6 +9,7 @@ mod sign;
 
 use std::fmt::Display;
 
+use causeway_tls::{TrustDomain, pem};
 use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::{PemObject, SectionKind};
 use thiserror::Error;
@@ -17,8 +18,6 @@ use x509_parser::prelude::{CertificateRevocationList, FromDer, X509Certificate};
 use crate::certificate::Certificate;
 use crate::gateway_revocations::GatewayRevocations;
 use crate::identity::{IssuerPurpose, issuer_purpose};
-use crate::name::TrustDomain;
-use crate::pem;
 use crate::secret::hex;
 
 /// Maximum length of the CRLs and their issuers as PEM, in bytes. The text fits into one message of the control stream.

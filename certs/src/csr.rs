@@ -5,6 +5,7 @@
 //! Names, usages and CA:TRUE in a request are not even read, unless people see them in a cluster. In that case the request
 //! must name its node only.
 
+use causeway_tls::{Fingerprint, HostName, NodeName, TrustDomain};
 use rcgen::{CertificateParams, KeyPair, PublicKeyData, SanType, SubjectPublicKeyInfo};
 use thiserror::Error;
 use x509_parser::certification_request::X509CertificationRequestInfo;
@@ -13,8 +14,6 @@ use x509_parser::prelude::{FromDer, X509CertificationRequest};
 use x509_parser::public_key::PublicKey;
 
 use crate::identity::{edge_uri, gateway_uri};
-use crate::name::{HostName, NodeName, TrustDomain};
-use crate::secret::Fingerprint;
 use crate::signer_profile::SignerProfile;
 use causeway_config::Secret;
 
@@ -154,6 +153,14 @@ pub fn is_same_request(one: &[u8], other: &[u8]) -> bool {
     content(one).is_some_and(|content_of_one| content(other) == Some(content_of_one))
 }
 
+/// Returns a name as an alternative name of a certificate.
+pub(crate) fn alternative_name(name: &HostName) -> Result<SanType, rcgen::Error> {
+    Ok(match name {
+        HostName::Dns(name) => SanType::DnsName(name.as_ref().try_into()?),
+        HostName::Ip(address) => SanType::IpAddress(*address),
+    })
+}
+
 /// Returns a description of an unexpected part of a request, or `None` if the request has only this one name.
 fn unexpected_extension(request: &X509CertificationRequestInfo<'_>, uri: &str) -> Option<String> {
     if request.subject.iter().next().is_some() {
@@ -280,7 +287,7 @@ impl PrivateKey {
         params.distinguished_name = rcgen::DistinguishedName::new();
         let uri = gateway_uri(domain).try_into();
         let uri_name = SanType::URI(uri.map_err(CsrError::Local)?);
-        let names = names.iter().map(HostName::to_san);
+        let names = names.iter().map(alternative_name);
         let names: Result<Vec<_>, _> = std::iter::once(Ok(uri_name)).chain(names).collect();
         params.subject_alt_names = names.map_err(CsrError::Local)?;
         let request = params.serialize_request(&self.0).map_err(CsrError::Local)?;

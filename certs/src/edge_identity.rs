@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use causeway_tls::{Fingerprint, NameError, NodeName, TrustDomain, pem};
 use rustls_pki_types::{CertificateDer, UnixTime};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -15,9 +16,6 @@ use crate::external::{self, ExternalIdentityError};
 use crate::gateway_revocations::GatewayRevocations;
 use crate::identity::{self, Identity};
 use crate::leaf::{LeafCertificate, LeafCertificateError};
-use crate::name::{NameError, NodeName, TrustDomain};
-use crate::pem;
-use crate::secret::Fingerprint;
 use crate::verify::peer::{PeerRejected, Purpose, check_peer, none_revoked};
 use crate::verify::roots::TrustError;
 use crate::verify::trust_store::TrustStore;

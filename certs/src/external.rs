@@ -5,14 +5,13 @@
 //! certificate below one of the configured roots is accepted, through any intermediates, and these intermediates state no
 //! purposes.
 
+use causeway_tls::{NameError, NodeName, TrustDomain, pem};
 use rustls_pki_types::CertificateDer;
 use thiserror::Error;
 
 use crate::certificate::{CaConstraints, Certificate, CertificateError};
 use crate::identity::{self, Identity};
 use crate::leaf::{LeafCertificate, LeafCertificateError};
-use crate::name::{NameError, NodeName, TrustDomain};
-use crate::pem;
 
 /// Maximum number of roots in one file: a company has a few, the whole web 150.
 const MAX_ROOTS: usize = 64;

@@ -5,9 +5,8 @@
 //! begin with spaces, those of TLS 1.2 with a handshake type. A certificate request is DER. The length of each field precedes it.
 //! A nonce of the gateway makes each statement fresh; no clock is compared.
 
-use crate::crypto::provider;
 use crate::leaf::LeafCertificate;
-use crate::name::NodeName;
+use causeway_tls::{NodeName, provider};
 use rustls::SignatureScheme;
 use rustls_pki_types::CertificateDer;
 use webpki::EndEntityCert;

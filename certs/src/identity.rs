@@ -7,10 +7,10 @@
 
 use std::fmt;
 
+use causeway_tls::{NameError, NodeName, TrustDomain, name::check_client};
 use rustls_pki_types::CertificateDer;
 
 use crate::certificate::Certificate;
-use crate::name::{NameError, NodeName, TrustDomain, check_client};
 
 /// Separator of groups in the organization of our client certificates: rcgen writes at most one organization. No group may
 /// contain the separator.

@@ -4,13 +4,13 @@
 //! The CA behind these signers has made the certificates of kubelets, users and components as well. So only the exact subject
 //! counts: the one organization and the one common name that the signer gives to nodes, and no alternative name.
 
+use causeway_tls::NodeName;
 use rustls::server::danger::ClientCertVerifier;
 use rustls_pki_types::{CertificateDer, UnixTime};
 use std::{fmt, sync::Arc, time::Duration};
 use x509_parser::prelude::{FromDer, X509Certificate};
 
 use crate::certificate::Certificate;
-use crate::name::NodeName;
 use crate::signer_profile::SignerProfile;
 use crate::verify::peer::{PeerRejected, Purpose};
 use crate::verify::roots::{TrustError, client_verifier};

@@ -7,14 +7,13 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use causeway_tls::{pem, provider};
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, UnixTime};
 use thiserror::Error;
 
 use crate::certificate::{Certificate, CertificateError, format_date};
-use crate::crypto::provider;
-use crate::pem;
 use causeway_config::Secret;
 
 /// Error that makes a chain and a key unusable as a leaf.

@@ -1,16 +1,14 @@
 //! Causeway's identities: identification by certificate or token, and the storage of both.
 //!
-//! Owns rcgen and rustls' configurations, opens no socket, and knows neither HTTP nor Kubernetes. Reading order: names, the
-//! content of a certificate, the CA that issues, certificate requests, issued leaves, and join tokens. Then follow the edge's
+//! Owns rcgen and rustls' configurations, opens no socket, and knows neither HTTP nor Kubernetes. Reading order: the content of a
+//! certificate, the CA that issues, certificate requests, issued leaves, and join tokens. Then follow the edge's
 //! own identity, the verification of peers, the selection of a leaf at a listener, and the data directory that stores it all.
 //! The one rule: an identity is what our own root has signed, never a claim of the peer.
-
-pub mod name;
 
 pub mod certificate;
 pub mod identity;
 
-pub mod secret;
+mod secret;
 
 pub mod ca;
 pub mod csr;
@@ -33,15 +31,16 @@ pub mod verify;
 
 pub mod store;
 
-mod crypto;
-mod pem;
-
 pub use bearer_tokens::{StaticToken, StaticTokens};
 pub use ca::{
     Ca, CaCertificateInfo, CaError, GATEWAY_LIFETIME, IssuedCertificate, ListenerCaInfo, LiveCa,
     RootStage, RotationStep,
 };
 pub use causeway_config::Secret;
+pub use causeway_tls::{
+    Fingerprint, GatewayName, HostName, ListenerName, NameError, NodeName, NodePattern,
+    TrustDomain, encode_chain, install_provider, parse_certificates,
+};
 pub use certificate::Certificate;
 pub use crl::{CrlError, MAX_CRL_TEXT, verify_crls};
 pub use csr::{CsrError, PrivateKey, VerifiedPublicKey};
@@ -51,12 +50,7 @@ pub use heartbeat::{HeartbeatSignatureError, HeartbeatStatement};
 pub use identity::{Identity, IssuerPurpose, edge_uri};
 pub use kubernetes_ca::{ClusterCa, VerifiedNodeCertificate};
 pub use leaf::{LeafCertificate, LeafCertificateError, Role};
-pub use name::{
-    GatewayName, HostName, ListenerName, NameError, NodeName, NodePattern, TrustDomain,
-};
-pub use pem::{encode_chain, parse_certificates};
 pub use resolver::{KnownName, ReloadableCert, SniCertResolver};
-pub use secret::Fingerprint;
 pub use signer_profile::SignerProfile;
 pub use store::{
     Backup, DirLock, Entries, EntryChange, EntryKey, ImportOutcome, NodeRecord, NodeStore,
@@ -70,5 +64,5 @@ pub use token::{
 };
 pub use verify::{
     ListenerClientTrust, NotAGateway, PeerRejected, Purpose, RevokedSerials, TrustStore,
-    UnexpectedCa, check_peer, install_provider,
+    UnexpectedCa, check_peer,
 };

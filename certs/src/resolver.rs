@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use causeway_tls::{HostName, ListenerName, NodeName};
 use moka::sync::Cache;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
@@ -21,7 +22,6 @@ use rustls_pki_types::UnixTime;
 
 use crate::ca::{Ca, CaError, CaVersion, LiveCa};
 use crate::leaf::LeafCertificate;
-use crate::name::{HostName, ListenerName, NodeName};
 
 /// Validity of an issued leaf.
 const LEAF_LIFETIME: Duration = Duration::from_hours(24 * 7);

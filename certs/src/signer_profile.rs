@@ -1,13 +1,12 @@
 //! Names that a cluster's own signers give to nodes.
 
+use causeway_tls::NodeName;
 use std::fmt;
 use x509_parser::{
     oid_registry::{OID_X509_COMMON_NAME, OID_X509_ORGANIZATION_NAME},
     prelude::{FromDer, X509CertificationRequest},
     x509::X509Name,
 };
-
-use crate::name::NodeName;
 
 /// Form in which a signer of the cluster's own names a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -12,14 +12,14 @@ use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
 
+use causeway_tls::{Fingerprint, NodeName, NodePattern};
 use serde::{Deserialize, Deserializer, Serialize};
 use thiserror::Error;
 
 pub(crate) use store::TOKENS_FILE;
 pub use store::{Joining, NodeStatus, RepeatCheck, TokenRejected, TokenStore};
 
-use crate::name::{NodeName, NodePattern};
-use crate::secret::{self, Fingerprint, random_secret};
+use crate::secret::{self, random_secret};
 use crate::store::atomic_file::OtherFields;
 use causeway_config::Secret;
 

@@ -16,8 +16,7 @@ pub(crate) mod session_tickets;
 pub(crate) mod trust_store;
 mod yurthub;
 
-pub use crate::crypto::{install_provider, provider};
-pub use client::NoServerVerification;
+pub use causeway_tls::{NoServerVerification, install_provider, provider};
 pub use client::{
     NotAGateway, UnexpectedCa, control_client, csr_exchange_client, egress_client, join_client,
     peer_client, pinned_root, rejoin_client, tunnel_client,

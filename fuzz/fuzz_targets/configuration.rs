@@ -7,10 +7,10 @@ use libfuzzer_sys::fuzz_target;
 
 // The binary has no library: its reader is compiled in here.
 #[allow(dead_code, reason = "the binary uses more of it")]
-#[path = "../../src/config_loader/path.rs"]
+#[path = "../../src/operator/config_loader/path.rs"]
 mod path;
 #[allow(dead_code, reason = "the binary uses more of it")]
-#[path = "../../src/config_loader/yaml.rs"]
+#[path = "../../src/operator/config_loader/yaml.rs"]
 mod yaml;
 
 fuzz_target!(|text: &str| {

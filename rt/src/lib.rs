@@ -5,17 +5,15 @@
 //! by connections: tasks with an owner, sockets, listeners, limits, turns, a client for one HTTP request, throttles of log lines.
 //! `local_proxy` reads the requests of local programs that use SOCKS5 or HTTP CONNECT.
 //! `host_addresses` knows the addresses of this host's interfaces. `descriptor_passing` passes open sockets to another process.
+//!
+//! On other systems than Linux, the crate has only the parts that do not need Linux, for the users' client.
 
 pub mod backoff;
 mod cache;
-pub mod connection_limit;
-pub mod descriptor_passing;
 mod exposition;
 mod forward;
-pub mod host_addresses;
 pub mod http_client;
 pub mod lingering_close;
-pub mod listener;
 pub mod local_proxy;
 pub mod log_throttle;
 mod process;
@@ -25,6 +23,15 @@ pub mod socket;
 pub mod task;
 pub mod tcp_memory;
 pub mod turns;
+
+#[cfg(target_os = "linux")]
+pub mod connection_limit;
+#[cfg(target_os = "linux")]
+pub mod descriptor_passing;
+#[cfg(target_os = "linux")]
+pub mod host_addresses;
+#[cfg(target_os = "linux")]
+pub mod listener;
 
 pub use cache::{Cache, CachedValue};
 pub use exposition::Exposition;

@@ -1,9 +1,12 @@
-//! Sockets: TCP or unix in one type, options, resets, and counters of bytes below TLS.
+//! Sockets: options, resets, counters of bytes below TLS, and on Linux TCP or unix in one type.
 //!
-//! A reset from one side of a relay must reach the other side as a reset: [`Socket::abort`] makes the next close an RST
+//! A reset from one side of a relay must reach the other side as a reset: [`ResetOnClose::abort`] makes the next close an RST
 //! (`SO_LINGER` 0). [`CountedIo`] lies below TLS and records the time of the last byte for the keepalive. Its socket can be
 //! taken out and put back, so that a live connection can move to another thread. `SO_SNDBUF` and `SO_RCVBUF` of a tunnel's
 //! socket are not set (invariant 11).
+
+#[cfg(target_os = "linux")]
+mod stream_socket;
 
 use bytes::Bytes;
 use socket2::SockRef;
@@ -19,100 +22,17 @@ use std::{
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    net::{TcpStream, UnixStream},
+    net::TcpStream,
     time::Instant,
 };
-use tokio_util::either::Either;
 
-/// A connected stream socket of this runtime.
-#[derive(Debug)]
-pub struct Socket {
-    stream: Either<TcpStream, UnixStream>,
-    /// Error that a read returned. The system reports it once. TLS delays it until its next read, which may never happen.
-    read_error: Option<io::ErrorKind>,
-}
-
-impl From<TcpStream> for Socket {
-    fn from(tcp: TcpStream) -> Self {
-        Self {
-            stream: Either::Left(tcp),
-            read_error: None,
-        }
-    }
-}
-
-impl From<UnixStream> for Socket {
-    fn from(unix: UnixStream) -> Self {
-        Self {
-            stream: Either::Right(unix),
-            read_error: None,
-        }
-    }
-}
-
-/// A connected stream socket that belongs to no runtime, while it moves to another thread.
-#[derive(Debug)]
-pub enum DetachedSocket {
-    /// TCP over IPv4 or IPv6.
-    Tcp(std::net::TcpStream),
-    /// A unix stream socket.
-    Unix(std::os::unix::net::UnixStream),
-}
+#[cfg(target_os = "linux")]
+pub use stream_socket::{DetachedSocket, Socket};
 
 /// Transport whose close can be made a reset.
 pub trait ResetOnClose {
     /// Makes the next close send RST instead of FIN, if the transport has one.
     fn abort(&self);
-}
-
-impl Socket {
-    /// Detaches the socket from this thread's runtime.
-    ///
-    /// # Errors
-    /// If the runtime cannot release it.
-    pub fn detach(self) -> io::Result<DetachedSocket> {
-        match self.stream {
-            Either::Left(tcp) => tcp.into_std().map(DetachedSocket::Tcp),
-            Either::Right(unix) => unix.into_std().map(DetachedSocket::Unix),
-        }
-    }
-
-    /// Returns the TCP socket, if it is one.
-    pub fn tcp(&self) -> Option<&TcpStream> {
-        match &self.stream {
-            Either::Left(tcp) => Some(tcp),
-            Either::Right(_) => None,
-        }
-    }
-
-    /// Returns the error that broke the connection, such as a reset: the error that a read returned, or the one pending in
-    /// the system.
-    ///
-    /// # Errors
-    /// If the connection is broken, or the system cannot say.
-    pub fn check_error(&self) -> io::Result<()> {
-        if let Some(kind) = self.read_error {
-            return Err(kind.into());
-        }
-        let pending_error = match &self.stream {
-            Either::Left(tcp) => tcp.take_error()?,
-            Either::Right(unix) => unix.take_error()?,
-        };
-        pending_error.map_or(Ok(()), Err)
-    }
-}
-
-impl DetachedSocket {
-    /// Attaches the socket to this thread's runtime.
-    ///
-    /// # Errors
-    /// If the runtime cannot register it.
-    pub fn attach(self) -> io::Result<Socket> {
-        match self {
-            Self::Tcp(tcp) => TcpStream::from_std(tcp).map(Socket::from),
-            Self::Unix(unix) => UnixStream::from_std(unix).map(Socket::from),
-        }
-    }
 }
 
 /// Socket that closes with a reset unless its transfer was marked as complete, so that the peer never takes an aborted transfer
@@ -150,14 +70,6 @@ impl<S: ResetOnClose> Drop for ResetUnlessComplete<S> {
 impl<S: ResetOnClose> ResetOnClose for &mut S {
     fn abort(&self) {
         (**self).abort();
-    }
-}
-
-impl ResetOnClose for Socket {
-    fn abort(&self) {
-        if let Either::Left(tcp) = &self.stream {
-            tcp.abort();
-        }
     }
 }
 
@@ -209,9 +121,10 @@ impl<S: ResetOnClose> ResetOnClose for PrefixedStream<S> {
 
 /// Maximum number of unsent bytes in the system. By default the system accepts 4 MiB for each stalled reader. A thousand such
 /// readers take all of its memory for TCP, and then no connection makes progress.
+#[cfg(target_os = "linux")]
 const MAX_UNSENT_BYTES: u32 = 256 * 1024;
 
-/// Sets the options of every TCP connection: no delay, a short unsent queue, and TCP keepalive as a fallback for our own.
+/// Sets the options of every TCP connection: no delay, on Linux a short unsent queue, and TCP keepalive as a fallback for our own.
 pub fn set_tcp_options(tcp: &TcpStream) {
     let socket = SockRef::from(tcp);
     let keepalive = socket2::TcpKeepalive::new()
@@ -219,6 +132,7 @@ pub fn set_tcp_options(tcp: &TcpStream) {
         .with_interval(Duration::from_secs(15));
     // Refused options cost speed, not correctness.
     let _ = socket.set_tcp_nodelay(true);
+    #[cfg(target_os = "linux")]
     let _ = socket.set_tcp_notsent_lowat(MAX_UNSENT_BYTES);
     let _ = socket.set_tcp_keepalive(&keepalive);
 }
@@ -230,9 +144,8 @@ pub fn set_client_tcp_options(tcp: &TcpStream) {
     set_tcp_options(tcp);
     let keepalive = socket2::TcpKeepalive::new()
         .with_time(Duration::from_secs(20))
-        .with_interval(Duration::from_secs(10));
-    #[cfg(target_os = "linux")]
-    let keepalive = keepalive.with_retries(4);
+        .with_interval(Duration::from_secs(10))
+        .with_retries(4);
     let _ = SockRef::from(tcp).set_tcp_keepalive(&keepalive);
 }
 
@@ -250,29 +163,11 @@ pub fn set_local_tcp_options(tcp: &TcpStream) {
 /// Sets the options of a tunnel's connection: as [`set_tcp_options`], with bbr if the kernel has it. At 1 % loss and 50 ms,
 /// bbr moves two hundred times as much as cubic. The short unsent queue prevents small requests from queueing behind bulk
 /// (invariant 7).
+#[cfg(target_os = "linux")]
 pub fn set_tunnel_options(tcp: &TcpStream) {
     set_tcp_options(tcp);
     let socket = SockRef::from(tcp);
     let _ = socket.set_tcp_congestion(b"bbr");
-}
-
-impl AsyncRead for Socket {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        let polled = Pin::new(&mut this.stream).poll_read(cx, buf);
-        if let Poll::Ready(Err(error)) = &polled {
-            this.read_error = Some(error.kind());
-        }
-        polled
-    }
-}
-
-impl AsyncWrite for Socket {
-    crate::forward!(stream: poll_write, poll_write_vectored, is_write_vectored, poll_flush, poll_shutdown);
 }
 
 /// Time of the last bytes, and number of bytes, in each direction.
@@ -428,36 +323,6 @@ impl<S: ResetOnClose> ResetOnClose for CountedIo<S> {
     fn abort(&self) {
         if let Some(io) = &self.io {
             io.abort();
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use tokio::{
-        io::{AsyncReadExt, AsyncWriteExt},
-        net::TcpListener,
-    };
-
-    #[tokio::test]
-    async fn a_reset_seen_by_a_read_is_reported_to_later_checks() {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let mut far = TcpStream::connect(listener.local_addr().unwrap())
-            .await
-            .unwrap();
-        let mut near = Socket::from(listener.accept().await.unwrap().0);
-        far.write_all(b"last words").await.unwrap();
-        let mut words = [0; 10];
-        near.read_exact(&mut words).await.unwrap();
-        near.check_error().unwrap();
-        far.abort();
-        drop(far);
-        let told = near.read(&mut words).await.unwrap_err().kind();
-        assert_eq!(told, io::ErrorKind::ConnectionReset);
-        for _ in 0..2 {
-            let told = near.check_error().unwrap_err().kind();
-            assert_eq!(told, io::ErrorKind::ConnectionReset);
         }
     }
 }

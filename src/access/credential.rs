@@ -8,7 +8,7 @@ use std::process::Stdio;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, bail};
-use causeway_certs::Secret;
+use causeway_config::Secret;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
 use serde::{Deserialize, Serialize};
 use tokio::process::Command;
@@ -102,7 +102,7 @@ fn key_pair(
     chain: &str,
     key: &str,
 ) -> anyhow::Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)> {
-    let chain = causeway_certs::parse_certificates(chain).map_err(anyhow::Error::msg)?;
+    let chain = causeway_tls::parse_certificates(chain).map_err(anyhow::Error::msg)?;
     let key = PrivateKeyDer::from_pem_slice(key.as_bytes()).context("no usable private key")?;
     Ok((chain, key))
 }

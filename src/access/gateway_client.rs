@@ -9,11 +9,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use causeway_certs::verify::NoServerVerification;
 use causeway_config::host_port;
 use causeway_rt::socket::{PrefixedStream, ResetOnClose, set_client_tcp_options};
 use causeway_rt::task::TaskGroup;
 use causeway_rt::{forward, resolve};
+use causeway_tls::NoServerVerification;
 use http_body_util::{BodyExt, Empty, Limited};
 use humantime::format_duration;
 use hyper::body::{Bytes, Incoming};
@@ -479,7 +479,7 @@ fn silence() -> anyhow::Error {
 fn trusted_roots(ca: Option<&str>) -> anyhow::Result<RootCertStore> {
     let mut roots = RootCertStore::empty();
     if let Some(text) = ca {
-        for certificate in causeway_certs::parse_certificates(text).map_err(anyhow::Error::msg)? {
+        for certificate in causeway_tls::parse_certificates(text).map_err(anyhow::Error::msg)? {
             roots.add(certificate).context("a CA cannot be used")?;
         }
     } else {

@@ -1,7 +1,7 @@
 //! Profiles: the gateways that a user has logged in to, each in a file of the user's configuration directory.
 //!
-//! A file is `profiles/NAME.json` in `$XDG_CONFIG_HOME/causeway` or `~/.config/causeway`, private to the user. It contains no secret
-//! itself: keys and tokens stay in the files, or come from the commands, that it names.
+//! A file is `profiles/NAME.json` in `$XDG_CONFIG_HOME/causeway` or `~/.config/causeway`, on Windows in `%APPDATA%\causeway`, private
+//! to the user. It contains no secret itself: keys and tokens stay in the files, or come from the commands, that it names.
 
 use std::env;
 use std::fs;
@@ -41,11 +41,16 @@ impl ProfileDirectory {
     /// # Errors
     /// If the user has no home directory.
     pub(crate) fn of_user() -> anyhow::Result<Self> {
-        let named = env::var_os("XDG_CONFIG_HOME").map(PathBuf::from);
-        // The specification tells programs to ignore a relative path.
+        let (variable, in_home) = if cfg!(windows) {
+            ("APPDATA", "AppData/Roaming")
+        } else {
+            ("XDG_CONFIG_HOME", ".config")
+        };
+        let named = env::var_os(variable).map(PathBuf::from);
+        // The XDG specification tells programs to ignore a relative path.
         let config = named.filter(|path| path.is_absolute());
-        let config = config.or_else(|| Some(env::home_dir()?.join(".config")));
-        let config = config.context("neither XDG_CONFIG_HOME nor HOME is set")?;
+        let config = config.or_else(|| Some(env::home_dir()?.join(in_home)));
+        let config = config.with_context(|| format!("neither {variable} nor HOME is set"))?;
         Ok(Self(config.join("causeway").join("profiles")))
     }
 
@@ -133,7 +138,7 @@ fn missing(name: &str, names: &[String]) -> anyhow::Error {
     }
 }
 
-/// Creates a directory with its parents. Only the user may open it.
+/// Creates a directory with its parents. Only the user may open it; on Windows it inherits the access list of its parent.
 fn create_private_directory(path: &Path) -> io::Result<()> {
     if path.is_dir() {
         return Ok(());

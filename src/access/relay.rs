@@ -36,7 +36,8 @@ where
 }
 
 /// Copies between standard input and output and a session. Standard output is closed as soon as the session has no more bytes.
-/// The end of the session ends the relay if standard input is a terminal, because a person then waits for the prompt.
+/// The end of the session ends the relay if standard input is a terminal, because a person then waits for the prompt. It also
+/// does if this process cannot close its standard output, because only the end of the process then tells the reader.
 ///
 /// # Errors
 /// If the session breaks, or standard output cannot be written.
@@ -50,7 +51,7 @@ pub(crate) async fn relay_stdio<S: AsyncRead + AsyncWrite>(session: S) -> io::Re
         copy(&mut from_session, &mut tokio::io::stdout()).await?;
         close_standard_output()
     };
-    if io::stdin().is_terminal() {
+    if io::stdin().is_terminal() || !CLOSES_STANDARD_OUTPUT {
         let upload_failure = async {
             match upload.await {
                 Ok(()) => std::future::pending().await,
@@ -81,6 +82,9 @@ async fn copy(
         to.flush().await?;
     }
 }
+
+/// Whether [`close_standard_output`] does so. Rust has no safe function for it on Windows.
+const CLOSES_STANDARD_OUTPUT: bool = cfg!(unix);
 
 /// Closes standard output, so that the program behind a pipe reads its end while this process still sends.
 #[cfg(unix)]

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use causeway_certs::Fingerprint;
+use causeway_tls::Fingerprint;
 use clap::{Args, Subcommand, ValueEnum};
 
 /// Commands that use a profile.
@@ -13,8 +13,8 @@ use clap::{Args, Subcommand, ValueEnum};
 pub(crate) enum AccessCommand {
     /// Store a gateway and your credential for it as a profile, for the commands from `nodes` to `proxy`
     ///
-    /// Tests both before it stores them. The profile is a file in ~/.config/causeway; it names the files or the command of the
-    /// credential and contains no secret.
+    /// Tests both before it stores them. The profile is a file in ~/.config/causeway (on Windows %APPDATA%\causeway); it names the
+    /// files or the command of the credential and contains no secret.
     Login(Login),
     /// List the nodes and ports that you may reach
     Nodes(Nodes),

@@ -1,10 +1,10 @@
 //! `causeway login`: stores a gateway with the user's credential as a profile, after both have been tested.
 
-use std::path::{Path, absolute};
+use std::path::{Path, absolute, is_separator};
 
 use anyhow::{Context, anyhow, bail};
-use causeway_certs::{Fingerprint, encode_chain, parse_certificates};
 use causeway_config::host_port;
+use causeway_tls::{Fingerprint, encode_chain, parse_certificates};
 use hyper::StatusCode;
 
 use super::nodes;
@@ -80,7 +80,10 @@ fn credential_source(args: &Login) -> anyhow::Result<CredentialSource> {
         } else {
             let mut command = args.token_command.clone();
             // A relative path would be another program in another directory.
-            if let Some(program) = command.first_mut().filter(|program| program.contains('/')) {
+            if let Some(program) = command
+                .first_mut()
+                .filter(|program| program.contains(is_separator))
+            {
                 let path = absolute(Path::new(program.as_str()))?;
                 let path = path.into_os_string().into_string();
                 *program = path.map_err(|path| anyhow!("{} is not UTF-8", path.display()))?;

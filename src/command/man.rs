@@ -1,20 +1,20 @@
-//! `causeway man`: a manual page for each command, generated from the clap tree and the configurations' schemas.
+//! `causeway man`: a manual page for each command, generated from the clap tree and, on Linux, the configurations' schemas.
 //!
 //! This module adds the parts that the tree does not contain: variables, files, exit codes, signals. Each page repeats all of
 //! them for its command, because a user does not read two pages at once.
+
+#[cfg(target_os = "linux")]
+mod operator;
 
 use std::fs;
 use std::path::Path;
 
 use anyhow::Context;
-use causeway_edge::config::Config as EdgeConfig;
-use causeway_gateway::config::Config as GatewayConfig;
 use clap::{Command, CommandFactory};
 use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, roman};
 
 use crate::cli::Cli;
-use crate::config_loader::{ConfigKey, keys};
 
 /// Term and its meaning.
 type Term = (String, String);
@@ -37,68 +37,6 @@ const EXIT_CODES: &[(&str, &str)] = &[
         "Failure that a restart cannot resolve: a gateway without a CA, an edge without an identity, a refused token. An operator must act.",
     ),
 ];
-const VARIABLES: &[(&str, &str)] = &[
-    ("RUST_LOG", "Log filter; overrides log.filter."),
-    (
-        "NO_COLOR",
-        "If not empty, the log has no colours on a terminal.",
-    ),
-    (
-        "NOTIFY_SOCKET, WATCHDOG_USEC",
-        "Set by systemd for units with Type=notify and WatchdogSec=; see sd_notify(3).",
-    ),
-];
-const PROXY_VARIABLES: &[(&str, &str)] = &[
-    (
-        "HTTPS_PROXY",
-        "Proxy to the gateways if the configuration names none.",
-    ),
-    (
-        "NO_PROXY",
-        "Hosts, domains and networks that are connected to without that proxy.",
-    ),
-];
-const SIGNALS: &[(&str, &str)] = &[(
-    "SIGTERM, SIGINT",
-    "Drain for at most timeouts.drain, then exit. A second signal exits at once.",
-)];
-const GATEWAY_FILES: &[(&str, &str)] = &[
-    (
-        "/etc/causeway/gateway.yaml",
-        "The configuration that causeway-gateway.service reads.",
-    ),
-    (
-        "/etc/causeway/gateway.env",
-        "Environment variables for that unit; absent by default.",
-    ),
-    (
-        "/var/lib/causeway",
-        "CA, hashes of tokens, nodes, the secret of session tickets. Keep it private: ca.json allows its reader to act as any edge and any client, tickets.key as any edge and as this gateway.",
-    ),
-    (
-        "/var/lib/causeway/ca.pem",
-        "The CA certificate with which clients verify the gateway.",
-    ),
-];
-const EDGE_FILES: &[(&str, &str)] = &[
-    (
-        "/etc/causeway/edge.yaml",
-        "The configuration that causeway-edge.service reads.",
-    ),
-    (
-        "/etc/causeway/edge.env",
-        "Environment variables for that unit, such as CAUSEWAY_JOIN; absent by default.",
-    ),
-    (
-        "/var/lib/causeway-edge",
-        "The node's key and certificate, and the gateway addresses that gateways have announced.",
-    ),
-];
-const DATA_FILES: &[(&str, &str)] = &[(
-    "/var/lib/causeway",
-    "The gateway's data directory, unless --data-dir names another one.",
-)];
-
 /// Writes the pages of all commands.
 pub(crate) fn run(directory: &Path) -> anyhow::Result<()> {
     fs::create_dir_all(directory)
@@ -149,27 +87,26 @@ fn page(command: &Command) -> anyhow::Result<Vec<u8>> {
     Ok(page)
 }
 
+/// Parts of a page that the clap tree does not contain.
+#[derive(Default)]
+struct Sections {
+    nested_keys: Vec<Term>,
+    variables: Vec<Term>,
+    files: Vec<Term>,
+    signals: Vec<Term>,
+}
+
 fn add_sections(command: &Command, page: &mut Roff) {
-    let (keys, files, is_process) = match display_name(command) {
-        "causeway-gateway" => (keys::<GatewayConfig>(), GATEWAY_FILES, true),
-        "causeway-edge" => (keys::<EdgeConfig>(), EDGE_FILES, true),
-        _ => (Vec::new(), DATA_FILES, false),
+    let sections = Sections {
+        variables: flag_variables(command),
+        ..Sections::default()
     };
-    let nested_keys = keys.iter().filter(|key| !key.settable);
-    let nested_keys: Vec<Term> = nested_keys
-        .map(|key| (key.name.clone(), key_help(key)))
-        .collect();
-    add_terms(page, "KEYS INSIDE LISTS AND MAPS", nested_keys);
-    add_terms(page, "ENVIRONMENT", variable_terms(command, &keys));
-    let takes_data_dir = command
-        .get_arguments()
-        .any(|arg| arg.get_id() == "data_dir");
-    if is_process || takes_data_dir {
-        add_terms(page, "FILES", to_terms(files));
-    }
-    if is_process {
-        add_terms(page, "SIGNALS", to_terms(SIGNALS));
-    }
+    #[cfg(target_os = "linux")]
+    let sections = operator::complete(sections, command);
+    add_terms(page, "KEYS INSIDE LISTS AND MAPS", sections.nested_keys);
+    add_terms(page, "ENVIRONMENT", sections.variables);
+    add_terms(page, "FILES", sections.files);
+    add_terms(page, "SIGNALS", sections.signals);
     add_terms(page, "EXIT STATUS", to_terms(EXIT_CODES));
     if display_name(command) != "causeway" {
         page.control("SH", ["SEE ALSO"]);
@@ -177,29 +114,13 @@ fn add_sections(command: &Command, page: &mut Roff) {
     }
 }
 
-/// Returns a description of each variable that a command reads.
-fn variable_terms(command: &Command, keys: &[ConfigKey]) -> Vec<Term> {
+/// Returns a description of each variable that sets a flag.
+fn flag_variables(command: &Command) -> Vec<Term> {
     let flags = command.get_arguments().filter_map(|arg| {
         let flag = format!("As --{}.", arg.get_long()?);
         Some((arg.get_env()?.to_str()?.to_owned(), flag))
     });
-    let settable = keys.iter().filter(|key| key.settable);
-    let settable = settable.map(|key| {
-        (
-            key.variable(),
-            format!("The key {}; same as --{}.", key.name, key.flag()),
-        )
-    });
-    let common = match display_name(command) {
-        "causeway-gateway" => to_terms(VARIABLES),
-        "causeway-edge" => [to_terms(PROXY_VARIABLES), to_terms(VARIABLES)].concat(),
-        _ => Vec::new(),
-    };
-    flags.chain(settable).chain(common).collect()
-}
-
-fn key_help(key: &ConfigKey) -> String {
-    key.help.replace('\n', " ")
+    flags.collect()
 }
 
 fn to_terms(terms: &[(&str, &str)]) -> Vec<Term> {

@@ -1,18 +1,21 @@
 //! `causeway ssh` and `causeway ssh-config`: the system's ssh, with `causeway connect` as its `ProxyCommand`.
+//!
+//! On unix, ssh passes a `ProxyCommand` to the user's shell. OpenSSH for Windows starts it without a shell, and the ssh of Git for
+//! Windows starts a POSIX shell. Both read double quotes.
 
 use std::env;
 use std::process::Command;
 
 use anyhow::{Context, bail};
 
-use causeway_certs::NodeName;
+use causeway_tls::NodeName;
 
 use super::nodes;
 use crate::access::profile::ProfileDirectory;
 use crate::cli::{Ssh, SshConfig};
 use crate::output::outln;
 
-/// Replaces this process with ssh.
+/// Replaces this process with ssh, or waits for ssh where a process cannot be replaced.
 pub(crate) fn run(args: &Ssh) -> anyhow::Result<()> {
     if args.destination.starts_with('-') {
         bail!("a destination does not begin with a dash; options for ssh follow after --");
@@ -35,14 +38,14 @@ fn execute(mut ssh: Command) -> anyhow::Result<()> {
 }
 
 #[cfg(not(unix))]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "in place of the exec of unix: the exit code of ssh is that of the command on the node"
+)]
 fn execute(mut ssh: Command) -> anyhow::Result<()> {
-    let status = ssh
-        .status()
-        .context("cannot run ssh; is OpenSSH installed?")?;
-    if status.success() {
-        return Ok(());
-    }
-    bail!("ssh failed: {status}")
+    let status = ssh.status();
+    let status = status.context("cannot run ssh; is OpenSSH installed?")?;
+    std::process::exit(status.code().unwrap_or(1))
 }
 
 /// Prints a section of `ssh_config(5)`.
@@ -76,7 +79,7 @@ pub(crate) async fn print_config(args: SshConfig) -> anyhow::Result<()> {
     )
 }
 
-/// Returns the `ProxyCommand`. ssh passes it to the user's shell after it has replaced `%h`, `%p` and `%%`.
+/// Returns the `ProxyCommand`. ssh replaces `%h`, `%p` and `%%` in it.
 fn proxy_command(profile: &str) -> anyhow::Result<String> {
     let program = env::current_exe().context("the path of this program is unknown")?;
     let program = program
@@ -88,6 +91,7 @@ fn proxy_command(profile: &str) -> anyhow::Result<String> {
 }
 
 /// Returns a word for a POSIX shell that ssh has not expanded yet.
+#[cfg(unix)]
 fn quoted(word: &str) -> String {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/-_.+".contains(&byte);
     let word = word.replace('%', "%%");
@@ -96,6 +100,12 @@ fn quoted(word: &str) -> String {
     } else {
         format!("'{}'", word.replace('\'', r"'\''"))
     }
+}
+
+/// Returns a path as a word of a command line that ssh has not expanded yet. No path of Windows contains a quote.
+#[cfg(not(unix))]
+fn quoted(path: &str) -> String {
+    format!("\"{}\"", path.replace('%', "%%"))
 }
 
 #[cfg(test)]

@@ -9,7 +9,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use causeway_certs::store::open_private;
+pub(super) use causeway_gateway::audit::AUDIT;
+use tracing::{Subscriber, level_filters::LevelFilter};
 use tracing_appender::non_blocking::{ErrorCounter, NonBlocking, NonBlockingBuilder, WorkerGuard};
+use tracing_subscriber::{Layer, filter::Targets, fmt, registry::LookupSpan};
 
 /// Maximum number of lines that wait for the disk: a few seconds of a busy gateway.
 const MAX_QUEUED_LINES: usize = 10_000;
@@ -56,8 +59,21 @@ impl AuditLog {
         }
     }
 
-    pub(super) fn writer(&self) -> NonBlocking {
-        self.writer.clone()
+    /// Returns the layer that writes the events of the audit log.
+    pub(super) fn layer<S>(&self) -> impl Layer<S> + use<S>
+    where
+        S: Subscriber + for<'a> LookupSpan<'a>,
+    {
+        fmt::layer()
+            .log_internal_errors(false)
+            .json()
+            .flatten_event(true)
+            .with_target(false)
+            .with_level(false)
+            .with_current_span(false)
+            .with_span_list(false)
+            .with_writer(self.writer.clone())
+            .with_filter(Targets::new().with_target(AUDIT, LevelFilter::INFO))
     }
 }
 

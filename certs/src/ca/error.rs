@@ -1,10 +1,10 @@
 //! Errors of the CA.
 
+use causeway_tls::NameError;
 use thiserror::Error;
 
 use crate::certificate::CertificateError;
 use crate::leaf::LeafCertificateError;
-use crate::name::NameError;
 
 /// Error of creating or loading a root, or of signing a certificate.
 #[derive(Debug, Error)]

@@ -1,5 +1,6 @@
 //! File format of a CA in the data directory: one file, so that each change is one rename.
 
+use causeway_tls::pem;
 use rcgen::KeyPair;
 use rustls_pki_types::CertificateDer;
 use serde::{Deserialize, Serialize, de::IgnoredAny};
@@ -7,7 +8,6 @@ use serde::{Deserialize, Serialize, de::IgnoredAny};
 use super::listener_ca::{FormerRoot, ListenerCa, ListenerChain};
 use super::root::{Intermediate, Root};
 use super::{Ca, CaError, RootStage};
-use crate::pem;
 
 /// Version of this format. The first version was a certificate and a key in two files. Optional fields (`crossed`, `issuers`,
 /// `listeners`) may be missing. A program that is older than such a field refuses a file with it.

@@ -3,6 +3,7 @@
 //! Clients that trust the root of that CA verify listeners. The intermediate is independent of our roots and of their
 //! rotation, and is not accepted on the tunnel port. Its key is created here and stays in `ca.json`.
 
+use causeway_tls::{Fingerprint, HostName, pem, provider};
 use rcgen::{
     BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, KeyPair, KeyUsagePurpose,
     PublicKeyData,
@@ -14,11 +15,7 @@ use x509_parser::prelude::{FromDer, X509Certificate, X509Error};
 use super::root::{Intermediate, LeafProfile, distinguished_name, sign_leaf};
 use super::{Ca, CaError, LeafCertificate, RotationStep};
 use crate::certificate::{CaConstraints, Certificate, format_date};
-use crate::crypto::provider;
 use crate::identity::IssuerPurpose;
-use crate::name::HostName;
-use crate::pem;
-use crate::secret::Fingerprint;
 use std::cmp::Reverse;
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};

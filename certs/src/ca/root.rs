@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use causeway_tls::{Fingerprint, HostName, TrustDomain, pem};
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
     Issuer, KeyPair, KeyUsagePurpose, PublicKeyData, SanType, SerialNumber,
@@ -15,10 +16,9 @@ use time::OffsetDateTime;
 
 use super::error::CaError;
 use crate::certificate::{CLOCK_SKEW, Certificate};
+use crate::csr::alternative_name;
 use crate::identity::{self, IssuerPurpose};
-use crate::name::{HostName, TrustDomain};
-use crate::pem;
-use crate::secret::{self, Fingerprint};
+use crate::secret;
 use causeway_config::Secret;
 
 /// Lifetime of a root and of its intermediates.
@@ -280,7 +280,7 @@ pub(super) fn sign_leaf(
         .min(signer.parsed.not_after);
     let mut names = Vec::with_capacity(profile.names.len() + 1);
     for name in profile.names {
-        names.push(name.to_san()?);
+        names.push(alternative_name(name)?);
     }
     if let Some(uri) = profile.uri {
         names.push(SanType::URI(uri.try_into()?));

@@ -4,7 +4,7 @@ use super::*;
 use crate::NameError;
 use crate::PrivateKey;
 use crate::identity::Identity;
-use crate::name::HostName;
+use causeway_tls::HostName;
 use rcgen::{
     BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, KeyUsagePurpose,
     PublicKeyData, SanType,

@@ -14,6 +14,7 @@
 
 use std::collections::BTreeMap;
 
+use causeway_tls::NodeName;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -25,7 +26,6 @@ use super::revoked_gateways::{
     REVOKED_GATEWAYS_FILE, RevokedGateway, RevokedGateways, parse_serial,
 };
 use super::shared_ca::SharedCa;
-use crate::name::NodeName;
 use crate::token::{TOKENS_FILE, TokenRecord};
 
 /// Entries by their keys.

@@ -3,14 +3,13 @@
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
+use causeway_tls::{Fingerprint, NodeName};
 use rustls_pki_types::UnixTime;
 use serde::{Deserialize, Serialize};
 
 use super::atomic_file::{Dir, OtherFields, StoreError};
 use super::data_dir::{NODES_FILE, Store};
 use crate::ca::IssuedCertificate;
-use crate::name::NodeName;
-use crate::secret::Fingerprint;
 use crate::token::NodeAttributes;
 
 /// File of the ends of revocations.

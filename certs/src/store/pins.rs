@@ -7,12 +7,11 @@
 
 use std::collections::BTreeMap;
 
+use causeway_tls::{Fingerprint, NodeName};
 use serde::{Deserialize, Serialize};
 
 use super::atomic_file::{Dir, OtherFields, StoreError};
 use super::data_dir::Store;
-use crate::name::NodeName;
-use crate::secret::Fingerprint;
 
 pub(super) const PINS_FILE: &str = "pins.json";
 /// Maximum number of pinned ports of one node, so that the file has a bound. A node has far fewer upstreams.

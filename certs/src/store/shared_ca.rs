@@ -144,8 +144,8 @@ impl Store {
 mod tests {
     use super::*;
     use crate::ca::{CaError, RotationStep};
-    use crate::name::{NodeName, TrustDomain};
     use crate::store::{NodeRecord, OpenMode};
+    use causeway_tls::{NodeName, TrustDomain};
 
     fn ca() -> Ca {
         Ca::create(&TrustDomain::parse("test.example").unwrap()).unwrap()

@@ -7,14 +7,13 @@
 
 use std::time::Duration;
 
+use causeway_tls::{Fingerprint, NodeName, NodePattern};
 use rustls_pki_types::UnixTime;
 use thiserror::Error;
 
 use super::{JoinRecord, JoinToken, NodeAttributes, TokenRecord};
 use crate::ca::Ca;
 use crate::certificate::format_date;
-use crate::name::{NodeName, NodePattern};
-use crate::secret::Fingerprint;
 use crate::store::atomic_file::{Dir, OtherFields, StoreError};
 
 /// The file in the data directory.

@@ -12,10 +12,10 @@ use super::{
     trust_store::{RevokedSerials, TrustStore},
 };
 use crate::{
-    certificate::Certificate, crypto::provider, edge_identity::EdgeIdentity,
-    gateway_revocations::GatewayRevocations, identity, leaf::LeafCertificate, pem,
-    secret::Fingerprint,
+    certificate::Certificate, edge_identity::EdgeIdentity, gateway_revocations::GatewayRevocations,
+    identity, leaf::LeafCertificate,
 };
+use causeway_tls::{Fingerprint, pem, provider};
 use rustls::{
     CertificateError, DigitallySignedStruct, Error, OtherError, SignatureScheme,
     client::{
@@ -315,48 +315,4 @@ pub(super) fn to_tls_error(rejection: PeerRejected) -> Error {
 
 pub(super) fn other_error(error: impl StdError + Send + Sync + 'static) -> Error {
     CertificateError::Other(OtherError(Arc::new(error))).into()
-}
-
-/// Verifier that accepts any certificate, although the server must hold its key. It is never a default. Only `verify: false`
-/// of an upstream selects it.
-#[derive(Debug)]
-pub struct NoServerVerification;
-
-impl ServerCertVerifier for NoServerVerification {
-    fn verify_server_cert(
-        &self,
-        _: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: &ServerName<'_>,
-        _: &[u8],
-        _: UnixTime,
-    ) -> Result<ServerCertVerified, Error> {
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        let algorithms = provider().signature_verification_algorithms;
-        verify_tls12_signature(message, certificate, signature, &algorithms)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        let algorithms = provider().signature_verification_algorithms;
-        verify_tls13_signature(message, certificate, signature, &algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        provider()
-            .signature_verification_algorithms
-            .supported_schemes()
-    }
 }

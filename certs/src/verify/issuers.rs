@@ -9,9 +9,8 @@
 use super::roots::{TrustError, build_verifier, root_store};
 use crate::ca::Ca;
 use crate::certificate::Certificate;
-use crate::crypto::provider;
 use crate::identity::IssuerPurpose;
-use crate::secret::Fingerprint;
+use causeway_tls::{Fingerprint, provider};
 use rustls::{
     CertificateError, DigitallySignedStruct, DistinguishedName, Error, SignatureScheme,
     client::danger::HandshakeSignatureValid,

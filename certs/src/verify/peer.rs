@@ -10,6 +10,7 @@
 
 use std::fmt;
 
+use causeway_tls::{Fingerprint, NameError, provider};
 use rustls::{CertificateError as TlsCertificateError, Error as TlsError};
 use rustls_pki_types::{CertificateDer, UnixTime};
 use thiserror::Error;
@@ -18,10 +19,7 @@ use webpki::{EndEntityCert, KeyUsage};
 use super::issuers::is_other_issuer;
 use super::trust_store::{TrustStore, root_key};
 use crate::certificate::{Certificate, CertificateError, format_date};
-use crate::crypto::provider;
 use crate::identity::{Identity, IssuerPurpose, issuer_purpose};
-use crate::name::NameError;
-use crate::secret::Fingerprint;
 
 /// Role of a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -401,5 +399,5 @@ fn check_kind(
 }
 
 fn certificate_error(error: CertificateError) -> PeerRejected {
-    PeerRejected::Identity(NameError::Certificate(error))
+    PeerRejected::Identity(error.into())
 }

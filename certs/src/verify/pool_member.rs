@@ -9,6 +9,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use causeway_tls::{NodeName, provider};
 use rustls::client::Resumption;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::verify_tls13_signature;
@@ -27,10 +28,8 @@ use super::server::ALPN_CONTROL;
 use super::server::build_server_config;
 use super::trust_store::TrustStore;
 use crate::certificate::Certificate;
-use crate::crypto::provider;
 use crate::edge_identity::EdgeIdentity;
 use crate::identity::Identity;
-use crate::name::NodeName;
 
 /// Predicate that returns whether a node is a member now.
 pub type IsMemberFn = Arc<dyn Fn(&NodeName) -> bool + Send + Sync>;

@@ -3,13 +3,12 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use causeway_tls::provider;
 use rustls::RootCertStore;
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
 use rustls_pki_types::CertificateDer;
 use thiserror::Error;
-
-use crate::crypto::provider;
 
 /// Error of building a configuration.
 #[derive(Debug, Error)]

@@ -11,9 +11,8 @@ use super::{
     session_tickets::{SharedTicketer, TicketSecret},
     trust_store::TrustStore,
 };
-use crate::{
-    crypto::provider, identity::IssuerPurpose, kubernetes_ca::ClusterCa, leaf::LeafCertificate,
-};
+use crate::{identity::IssuerPurpose, kubernetes_ca::ClusterCa, leaf::LeafCertificate};
+use causeway_tls::provider;
 use rustls::{
     SupportedProtocolVersion,
     crypto::aws_lc_rs::Ticketer,

@@ -317,7 +317,7 @@ fn a_token_that_pins_a_leaf_does_not_make_it_a_root() {
 }
 
 fn pem_chain(chain: &[CertificateDer<'_>]) -> String {
-    crate::pem::encode_chain(chain)
+    causeway_tls::encode_chain(chain)
 }
 
 #[test]
@@ -843,7 +843,7 @@ fn signer(ca: &Ca, purpose: IssuerPurpose) -> (CertificateDer<'static>, Issuer<'
     let file = serde_json::to_value(crate::ca::file::CaFile::from_ca(ca)).unwrap();
     let pair = &file["roots"][0]["issuers"][purpose.to_string()];
     let text = |part: &str| pair[part].as_str().unwrap().to_owned();
-    let certificate = crate::pem::parse_certificates(&text("certificate"))
+    let certificate = causeway_tls::parse_certificates(&text("certificate"))
         .unwrap()
         .remove(0);
     let key = KeyPair::from_pem(&text("key")).unwrap();

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
+use causeway_tls::{Fingerprint, TrustDomain};
 use rustls::RootCertStore;
 use rustls::server::danger::ClientCertVerifier;
 use rustls_pki_types::{CertificateDer, TrustAnchor};
@@ -11,8 +12,6 @@ use rustls_pki_types::{CertificateDer, TrustAnchor};
 use super::issuers::Issuers;
 use super::roots::{TrustError, build_verifier, root_store};
 use crate::ca::Ca;
-use crate::name::TrustDomain;
-use crate::secret::Fingerprint;
 
 /// Client certificates that a listener accepts.
 #[derive(Debug, Clone, Default)]

@@ -1,7 +1,7 @@
 use super::*;
 use crate::ca::file::CaFile;
-use crate::name::{NodeName, TrustDomain};
 use crate::{KnownName, LeafCertificate, LiveCa, SniCertResolver, VerifiedPublicKey};
+use causeway_tls::{NodeName, TrustDomain};
 use rcgen::{DnType, Issuer};
 use rustls_pki_types::{CertificateSigningRequestDer, pem::PemObject};
 use std::sync::Arc;

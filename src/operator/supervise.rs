@@ -1,0 +1,145 @@
+//! `causeway supervise`: runs a gateway as a child process of a service manager's unit.
+//!
+//! systemd starts the next process of a unit only when the main process has ended. With this command as the main process, a
+//! restart does not wait for the open streams of the gateway: after SIGTERM this process ends as soon as the child reports that it
+//! stops, and the child drains beside its successor, which takes over its sockets. The unit needs `KillMode=process`.
+//!
+//! Messages of the child (`sd_notify(3)`) are passed on, because only those of the main process count.
+
+use std::process::ExitStatus;
+use std::time::Duration;
+
+use anyhow::Context;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tempfile::TempDir;
+use tokio::net::UnixDatagram;
+use tokio::process::{Child, Command};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::time::timeout;
+
+use crate::cli::operator as cli;
+use crate::operator::systemd::NOTIFY_SOCKET;
+
+/// Maximum length of a message to the service manager, in bytes.
+const MAX_MESSAGE: usize = 4096;
+/// Time in which a child reports that it stops. With `KillMode=process` the service manager never kills a child that hangs, and
+/// its successor could not take over from it.
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+/// Line with which a process reports that it stops.
+const STOPPING: &[u8] = b"STOPPING=1";
+
+/// Failure of the child, with its exit code.
+#[derive(Debug, thiserror::Error)]
+#[error("the process has ended: {0}")]
+pub(crate) struct ChildFailed(ExitStatus);
+
+impl ChildFailed {
+    /// Returns the exit code of a child that has logged its failure. Returns `None` after a signal.
+    pub(crate) fn exit_code(&self) -> Option<u8> {
+        self.0.code()?.try_into().ok()
+    }
+}
+
+/// Runs the command as a child process, until it ends or until SIGTERM or SIGINT.
+pub(crate) async fn run(args: cli::Supervise) -> anyhow::Result<()> {
+    let listen = |kind| signal(kind).context("cannot install the signal handlers");
+    let mut terminate = listen(SignalKind::terminate())?;
+    let mut interrupt = listen(SignalKind::interrupt())?;
+    let mut hangup = listen(SignalKind::hangup())?;
+    // systemd sends it when the watchdog has expired.
+    let mut abort = listen(SignalKind::from_raw(Signal::SIGABRT as i32))?;
+    let relay = NotifyRelay::from_environment().context("cannot relay messages to systemd")?;
+    // Read before the program file may be replaced.
+    let program = std::env::current_exe().context("cannot find the program file")?;
+    let mut command = Command::new(program);
+    command.args(&args.command).env_remove("WATCHDOG_PID");
+    command.env(NOTIFY_SOCKET, relay.path());
+    let mut child = command.spawn().context("cannot start the process")?;
+    loop {
+        tokio::select! {
+            status = child.wait() => {
+                let status = status.context("cannot wait for the process")?;
+                return if status.success() { Ok(()) } else { Err(ChildFailed(status).into()) };
+            }
+            _ = terminate.recv() => return stop(&mut child, &relay).await,
+            _ = interrupt.recv() => return stop(&mut child, &relay).await,
+            _ = hangup.recv() => send(&child, Signal::SIGHUP)?,
+            _ = abort.recv() => {
+                send(&child, Signal::SIGKILL)?;
+                anyhow::bail!("the process did not respond in time (watchdog), and was killed");
+            }
+            _ = relay.pass_on() => {}
+        }
+    }
+}
+
+/// Stops the child. Returns when it has ended or reports that it stops. Kills a child that does neither.
+async fn stop(child: &mut Child, relay: &NotifyRelay) -> anyhow::Result<()> {
+    send(child, Signal::SIGTERM)?;
+    let stopping = async {
+        tokio::select! {
+            _ = child.wait() => {}
+            () = relay.pass_on_until_stopping() => {}
+        }
+    };
+    if timeout(STOP_TIMEOUT, stopping).await.is_ok() {
+        return Ok(());
+    }
+    send(child, Signal::SIGKILL)?;
+    anyhow::bail!("the process did not stop within {STOP_TIMEOUT:?}, and was killed")
+}
+
+fn send(child: &Child, signal: Signal) -> anyhow::Result<()> {
+    // A child that was waited for has no id any more.
+    let Some(id) = child.id().and_then(|id| id.try_into().ok()) else {
+        return Ok(());
+    };
+    kill(Pid::from_raw(id), signal).with_context(|| format!("cannot send {signal} to the process"))
+}
+
+/// Socket for messages of the child, and the socket of the service manager.
+struct NotifyRelay {
+    child: UnixDatagram,
+    manager: Option<UnixDatagram>,
+    /// Private directory of the child's socket, which is removed at the end.
+    directory: TempDir,
+}
+
+impl NotifyRelay {
+    /// Connects to the service manager, if the environment names one.
+    fn from_environment() -> anyhow::Result<Self> {
+        let manager = crate::operator::systemd::connect_from_environment()?;
+        let directory = tempfile::tempdir()?;
+        let child = UnixDatagram::bind(directory.path().join("notify"))?;
+        Ok(Self {
+            child,
+            manager: manager.map(UnixDatagram::from_std).transpose()?,
+            directory,
+        })
+    }
+
+    fn path(&self) -> std::path::PathBuf {
+        self.directory.path().join("notify")
+    }
+
+    /// Passes on one message of the child. Returns whether the message says that the child stops.
+    async fn pass_on(&self) -> bool {
+        let mut message = [0; MAX_MESSAGE];
+        let Ok(length) = self.child.recv(&mut message).await else {
+            return std::future::pending().await;
+        };
+        let message = &message[..length];
+        if let Some(manager) = &self.manager {
+            // A message that the manager does not accept is lost, and the next one follows soon.
+            let _ = manager.try_send(message);
+        }
+        message
+            .split(|byte| *byte == b'\n')
+            .any(|line| line == STOPPING)
+    }
+
+    async fn pass_on_until_stopping(&self) {
+        while !self.pass_on().await {}
+    }
+}
