@@ -2,7 +2,7 @@
 //!
 //! The public names and their semantics are those of the part of the crate h2 that a tunnel uses, so that either can stand
 //! behind `use … as h2`. Reading order: frames, windows, streams; the state machine ([`connection`], with [`receive`] for
-//! what comes in and [`schedule`] for what goes out), which does no IO; [`io`], which does; the handles.
+//! what comes in and [`send`] for what goes out), which does no IO; [`io`], which does; the handles.
 
 pub mod client;
 pub mod ext;
@@ -17,8 +17,11 @@ mod handle;
 mod hpack;
 mod io;
 mod message;
+mod outgoing;
 mod receive;
+mod receiving;
 mod schedule;
+mod send;
 mod streams;
 
 pub use error::{Error, Reason};

@@ -7,7 +7,7 @@ use super::{
     frame::{self, PREFACE, Settings, flag, kind},
     hpack::{Decoder, Encoder},
     message,
-    receive::Receiving,
+    receiving::Receiving,
     schedule::Schedule,
     streams::{Content, Half, Key, Lane, Store, Stream},
 };

@@ -7,6 +7,7 @@ use super::{
     frame::{self, HEAD_LEN, Head, PREFACE, Settings, flag, kind},
     hpack::DecodeError,
     message::{self, Collected},
+    receiving::{Block, Data},
     streams::{Content, Half, Key, Stream},
 };
 use bytes::{Buf, Bytes, BytesMut};
@@ -23,58 +24,6 @@ const DEFAULT_MAX_HEADER_LIST: u32 = 16 << 20;
 const MIN_BLOCK_FRAME: usize = 4096;
 /// Number of such frames that any block may have.
 const MIN_BLOCK_FRAMES: usize = 8;
-
-/// State of the peer's byte stream between two calls.
-#[derive(Debug)]
-pub(super) struct Receiving {
-    /// Bytes of the preface that are still to come.
-    preface_left: usize,
-    has_settings: bool,
-    data: Option<Data>,
-    block: Option<Block>,
-    empty_frames: usize,
-}
-
-impl Receiving {
-    pub(super) fn new(is_server: bool) -> Self {
-        Self {
-            preface_left: if is_server { PREFACE.len() } else { 0 },
-            has_settings: false,
-            data: None,
-            block: None,
-            empty_frames: 0,
-        }
-    }
-
-    /// Whether the peer's preface has arrived, as far as it is not a frame.
-    pub(super) fn has_preface(&self) -> bool {
-        self.preface_left == 0
-    }
-
-    /// Whether the last frame is incomplete.
-    pub(super) fn is_inside_frame(&self) -> bool {
-        self.data.is_some() || self.block.is_some()
-    }
-}
-
-/// DATA frame of which parts are still to come.
-#[derive(Clone, Copy, Debug)]
-struct Data {
-    /// Stream whose reader gets the payload; otherwise it is discarded.
-    stream: Option<Key>,
-    payload: usize,
-    padding: usize,
-    end_stream: bool,
-}
-
-/// Header block that CONTINUATION frames complete.
-#[derive(Debug)]
-struct Block {
-    stream: u32,
-    end_stream: bool,
-    bytes: BytesMut,
-    frames: usize,
-}
 
 impl State {
     /// Processes what the peer has sent. `buffer` is number and capacity of the buffer behind `read`. Returns the number of bytes

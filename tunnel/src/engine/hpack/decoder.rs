@@ -1,6 +1,10 @@
 //! Decoder of header blocks.
 
-use super::{DEFAULT_TABLE_SIZE, DecodeError, FIELD_OVERHEAD, huffman, static_table};
+use super::{
+    error::DecodeError,
+    huffman,
+    static_table::{self, DEFAULT_TABLE_SIZE, FIELD_OVERHEAD},
+};
 use bytes::Bytes;
 use http::{HeaderName, HeaderValue, Method, StatusCode, header};
 use std::{collections::VecDeque, str};

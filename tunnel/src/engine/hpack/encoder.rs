@@ -1,11 +1,10 @@
 //! Encoder of header blocks.
 
 use super::{
-    DEFAULT_TABLE_SIZE, FIELD_OVERHEAD,
     indexing_rules::{
         AUTHORITY, FieldName, MAX_VALUES, METHOD, PATH, PROTOCOL, Rule, SCHEME, STATUS,
     },
-    static_table,
+    static_table::{self, DEFAULT_TABLE_SIZE, FIELD_OVERHEAD},
 };
 use bytes::{BufMut, BytesMut};
 use http::HeaderName;

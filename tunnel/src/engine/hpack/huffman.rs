@@ -3,7 +3,7 @@
 //! The code is canonical: codes of the same length are consecutive numbers in the order of their symbols. Therefore the
 //! lengths alone define the code, and the compiler computes all tables from them.
 
-use super::DecodeError;
+use super::error::DecodeError;
 
 /// Length in bits of each symbol's code. Symbol 256 is EOS (end of string).
 const LENGTHS: [u8; 257] = [

@@ -1,4 +1,10 @@
-//! Static table (RFC 7541, appendix A).
+//! Static table (RFC 7541, appendix A), and the sizes that both tables have in common.
+
+/// Size of the dynamic table before SETTINGS change it (RFC 9113 section 6.5.2).
+pub(super) const DEFAULT_TABLE_SIZE: usize = 4096;
+
+/// Size that each field has in addition to its name and value (RFC 7541 section 4.1, RFC 9113 section 6.5.2).
+pub(super) const FIELD_OVERHEAD: usize = 32;
 
 /// Number of entries. The first index of the dynamic table is one more.
 pub(super) const LENGTH: usize = 61;

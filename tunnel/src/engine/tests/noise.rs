@@ -5,7 +5,7 @@ use super::{
         error::{Error, Initiator, Reason},
         flow::DEFAULT_WINDOW,
         frame::flag,
-        io::Outgoing,
+        outgoing::Outgoing,
         streams::{Half, Key},
     },
     raw::{GET, Peer, block, frame, settings},

@@ -4,7 +4,7 @@ use super::super::{
     connection::{Config, State},
     error::Reason,
     frame::{self, HEAD_LEN, Head, PREFACE, flag, kind},
-    io::Outgoing,
+    outgoing::Outgoing,
 };
 use bytes::{BufMut, Bytes, BytesMut};
 
