@@ -9,6 +9,7 @@ pub mod ext;
 pub mod server;
 
 mod builder;
+mod config;
 mod connection;
 mod error;
 mod flow;
@@ -18,8 +19,10 @@ mod hpack;
 mod io;
 mod message;
 mod outgoing;
+mod ready_queue;
 mod receive;
 mod receiving;
+mod reset_list;
 mod schedule;
 mod send;
 mod streams;

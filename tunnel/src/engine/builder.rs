@@ -1,6 +1,6 @@
 //! Configuration of connections: the options of both roles.
 
-use super::{connection::Config, flow::MAX_WINDOW};
+use super::{config::Config, flow::MAX_WINDOW};
 use std::marker::PhantomData;
 
 /// Role of the end that opens streams.

@@ -2,7 +2,8 @@
 
 use super::{
     builder::ClientRole,
-    connection::{Config, Shared, register},
+    config::Config,
+    connection::{Shared, register},
     error::Error,
     handle::{PingPong, RecvStream, SendStream, StreamId, StreamRef, gone},
     io::Driver,

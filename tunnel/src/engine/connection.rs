@@ -2,17 +2,19 @@
 //! [`State::receive`], bytes go out by [`State::drain`], tasks are woken by wakers. It knows neither IO nor time.
 
 use super::{
+    config::Config,
     error::{Error, Initiator, Reason},
     flow::{DEFAULT_WINDOW, MAX_WINDOW, RecvWindow, SendWindow},
     frame::{self, PREFACE, Settings, flag, kind},
     hpack::{Decoder, Encoder},
     message,
+    ready_queue::ReadyQueue,
     receiving::Receiving,
+    reset_list::ResetList,
     schedule::Schedule,
     streams::{Content, Half, Key, Lane, Store, Stream},
 };
 use bytes::{Bytes, BytesMut};
-use fnv::FnvHashSet;
 use http::Request;
 use std::{
     collections::VecDeque,
@@ -35,36 +37,6 @@ const MAX_UNSENT_HEADS: usize = 256 << 10;
 const USER_PING: [u8; 8] = *b"causeway";
 /// Payload of the PING between the two GOAWAY frames of a graceful end.
 pub(super) const SHUTDOWN_PING: [u8; 8] = *b"goingawy";
-
-/// Configuration of a connection.
-#[derive(Clone, Debug)]
-pub(super) struct Config {
-    pub(super) is_server: bool,
-    pub(super) settings: Settings,
-    pub(super) connection_window: u32,
-    /// Number of streams that may be opened before the peer's SETTINGS.
-    pub(super) initial_max_streams: usize,
-    /// Number of streams reset by this end whose late frames are ignored. Frames of earlier ones are answered by a reset.
-    pub(super) max_remembered_resets: usize,
-    /// Number of streams that the peer may have reset before the user got them (CVE-2023-44487).
-    pub(super) max_unaccepted_resets: usize,
-    /// Number of streams that the peer may make this end reset (CVE-2025-8671).
-    pub(super) max_error_resets: Option<usize>,
-}
-
-impl Config {
-    pub(super) fn new(is_server: bool) -> Self {
-        Self {
-            is_server,
-            settings: Settings::default(),
-            connection_window: DEFAULT_WINDOW,
-            initial_max_streams: 100,
-            max_remembered_resets: 50,
-            max_unaccepted_resets: 20,
-            max_error_resets: Some(1024),
-        }
-    }
-}
 
 /// State shared by the task of a connection and its handles.
 #[derive(Debug)]
@@ -128,35 +100,6 @@ pub(super) struct Unsent {
     pub(super) resets: usize,
 }
 
-/// Numbers of the streams that this end has reset lately.
-#[derive(Debug, Default)]
-pub(super) struct ResetList {
-    numbers: FnvHashSet<u32>,
-    order: VecDeque<u32>,
-    /// Highest number that is not remembered any more.
-    pub(super) highest_forgotten: u32,
-}
-
-impl ResetList {
-    /// Adds a number. Of more than `max` numbers the oldest is forgotten.
-    fn add(&mut self, id: u32, max: usize) {
-        if !self.numbers.insert(id) {
-            return;
-        }
-        self.order.push_back(id);
-        if self.order.len() > max
-            && let Some(oldest) = self.order.pop_front()
-        {
-            self.numbers.remove(&oldest);
-            self.highest_forgotten = self.highest_forgotten.max(oldest);
-        }
-    }
-
-    pub(super) fn contains(&self, id: u32) -> bool {
-        self.numbers.contains(&id)
-    }
-}
-
 /// The user's PING.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum UserPing {
@@ -195,8 +138,7 @@ pub(super) struct State {
     pub(super) open_remote: usize,
     waiting: VecDeque<(Key, Box<Request<()>>, bool)>,
     /// Tasks that wait to open a stream, by their tickets. A task that was woken keeps its place until it is polled.
-    ready_queue: VecDeque<(u64, Option<Waker>)>,
-    next_ticket: u64,
+    ready_queue: ReadyQueue,
     pub(super) accept: VecDeque<(Key, Request<()>)>,
     pub(super) unaccepted_resets: usize,
     error_resets: usize,
@@ -262,8 +204,7 @@ impl State {
             open_local: 0,
             open_remote: 0,
             waiting: VecDeque::new(),
-            ready_queue: VecDeque::new(),
-            next_ticket: 0,
+            ready_queue: ReadyQueue::default(),
             accept: VecDeque::new(),
             unaccepted_resets: 0,
             error_resets: 0,
@@ -457,40 +398,20 @@ impl State {
         if let Some(error) = &self.error {
             return Some(Err(error.clone()));
         }
-        let place = ticket.and_then(|ticket| self.place_of(ticket));
-        if place.unwrap_or(self.ready_queue.len()) < self.free_streams() {
-            if let Some(ticket) = ticket.take() {
-                self.leave_queue(ticket);
-            }
-            return Some(Ok(()));
-        }
-        if let Some(place) = place {
-            self.ready_queue[place].1 = Some(cx.waker().clone());
+        let free = self.free_streams();
+        if !self.ready_queue.poll(ticket, free, cx) {
             return None;
         }
-        *ticket = Some(self.next_ticket);
-        let entry = (self.next_ticket, Some(cx.waker().clone()));
-        self.ready_queue.push_back(entry);
-        self.next_ticket += 1;
-        None
-    }
-
-    fn place_of(&self, ticket: u64) -> Option<usize> {
-        let queue = &self.ready_queue;
-        queue
-            .binary_search_by_key(&ticket, |(ticket, _)| *ticket)
-            .ok()
-    }
-
-    /// Leaves the queue for new streams, with or without the intent to open one. The task that moves up is woken in any case, so
-    /// that a place that is not used is not lost.
-    pub(super) fn leave_queue(&mut self, ticket: u64) {
-        if let Some(place) = self.place_of(ticket) {
-            self.ready_queue.remove(place);
-            let next = self.free_streams().checked_sub(1);
-            let next = next.and_then(|last| self.ready_queue.get_mut(last));
-            self.wakes.extend(next.and_then(|(_, waker)| waker.take()));
+        if let Some(ticket) = ticket.take() {
+            self.leave_queue(ticket);
         }
+        Some(Ok(()))
+    }
+
+    /// Leaves the queue for new streams, with or without the intent to open one.
+    pub(super) fn leave_queue(&mut self, ticket: u64) {
+        let free = self.free_streams();
+        self.wakes.extend(self.ready_queue.leave(ticket, free));
     }
 
     /// Returns the next request of the peer. Requests that were reset meanwhile are left out.
@@ -585,15 +506,7 @@ impl State {
             return;
         }
         let free = self.free_streams();
-        let next = self.ready_queue.iter_mut().take(free);
-        self.wakes
-            .extend(next.filter_map(|(_, waker)| waker.take()));
-    }
-
-    /// Wakes all tasks that wait to open a stream, since none can be opened any more.
-    fn end_ready_queue(&mut self) {
-        let wakers = self.ready_queue.drain(..).filter_map(|(_, waker)| waker);
-        self.wakes.extend(wakers);
+        self.wakes.extend(self.ready_queue.wakers(free));
     }
 
     /// Frees the memory of empty queues.
@@ -601,9 +514,7 @@ impl State {
         if self.waiting.is_empty() {
             self.waiting = VecDeque::new();
         }
-        if self.ready_queue.is_empty() {
-            self.ready_queue = VecDeque::new();
-        }
+        self.ready_queue.shrink();
         if self.accept.is_empty() {
             self.accept = VecDeque::new();
         }
@@ -809,7 +720,7 @@ impl State {
         self.end_streams(error, |_| true);
         self.waiting.clear();
         self.accept.clear();
-        self.end_ready_queue();
+        self.wakes.extend(self.ready_queue.drain());
         self.has_work = true;
     }
 
@@ -832,7 +743,7 @@ impl State {
         }
         if !self.config.is_server {
             self.error.get_or_insert_with(|| error.clone());
-            self.end_ready_queue();
+            self.wakes.extend(self.ready_queue.drain());
         }
         self.peer_left = Some(error);
         self.has_work = true;

@@ -4,7 +4,8 @@
 //! together; one flush ends the poll.
 
 use super::{
-    connection::{Config, Shared, State},
+    config::Config,
+    connection::{Shared, State},
     error::Error,
     outgoing::Outgoing,
 };

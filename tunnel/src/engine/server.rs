@@ -2,7 +2,7 @@
 
 use super::{
     builder::ServerRole,
-    connection::Config,
+    config::Config,
     error::{Error, Reason},
     frame,
     handle::{RecvStream, SendStream, StreamId, StreamRef, gone, poll_reset},

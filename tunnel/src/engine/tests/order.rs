@@ -3,7 +3,8 @@
 use super::{
     super::{
         client,
-        connection::{Config, Shared},
+        config::Config,
+        connection::Shared,
         frame::kind,
         io::Driver,
         outgoing::Outgoing,

@@ -1,7 +1,8 @@
 //! A connection's state machine with a peer that writes raw frames.
 
 use super::super::{
-    connection::{Config, State},
+    config::Config,
+    connection::State,
     error::Reason,
     frame::{self, HEAD_LEN, Head, PREFACE, flag, kind},
     outgoing::Outgoing,

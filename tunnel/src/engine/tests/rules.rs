@@ -84,7 +84,7 @@ fn frames_of_invalid_size_or_stream_end_the_connection() {
 #[test]
 fn the_preface_and_settings_come_first() {
     let new = || Peer {
-        state: super::super::connection::State::new(super::super::connection::Config::new(true)),
+        state: super::super::connection::State::new(super::super::config::Config::new(true)),
     };
     let protocol = Connection(Reason::PROTOCOL_ERROR);
     assert_eq!(new().verdict(&[b"GET / HTTP/1.1\r\n".to_vec()]), protocol);
