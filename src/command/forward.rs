@@ -42,6 +42,8 @@ struct Forwarder {
 /// Runs the command until a signal.
 pub(crate) async fn run(args: Forward) -> anyhow::Result<()> {
     let (_, client) = open_client(&args.profile)?;
+    // Before the lines that say that it is ready.
+    let signals = Signals::listen()?;
     let forwarder = Arc::new(Forwarder {
         client,
         node: args.node,
@@ -60,7 +62,8 @@ pub(crate) async fn run(args: Forward) -> anyhow::Result<()> {
             async move { forwarder.handle(local, peer, pair.remote).await }
         }));
     }
-    until_signal(join_all(accepting)).await
+    until_signal(signals, join_all(accepting)).await;
+    Ok(())
 }
 
 /// Opens a local port. Returns its address as well.
@@ -73,8 +76,7 @@ pub(super) async fn listen(address: SocketAddr) -> anyhow::Result<(TcpListener, 
 
 /// Runs a future that does not end until the process receives SIGINT or SIGTERM, or its terminal is closed. Dropping it resets its
 /// connections.
-pub(super) async fn until_signal(future: impl Future) -> anyhow::Result<()> {
-    let mut signals = Signals::listen()?;
+pub(super) async fn until_signal(mut signals: Signals, future: impl Future) {
     let stop = signals.stop.clone();
     let hangup = signals.hangup.take();
     let hung_up = async {
@@ -91,7 +93,6 @@ pub(super) async fn until_signal(future: impl Future) -> anyhow::Result<()> {
         }
     };
     signals.run(running).await;
-    Ok(())
 }
 
 /// Accepts connections, and handles each of them in a task.

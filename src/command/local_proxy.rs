@@ -17,6 +17,7 @@ use crate::access::events::Events;
 use crate::access::gateway_client::{GatewayClient, RequestError};
 use crate::access::relay::relay_socket;
 use crate::cli::LocalProxy;
+use crate::signal::Signals;
 
 /// Maximum time of a program to send its request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -36,6 +37,8 @@ pub(crate) async fn run(args: LocalProxy) -> anyhow::Result<()> {
         );
     }
     let (_, client) = open_client(&args.profile)?;
+    // Before the line that says that it is ready.
+    let signals = Signals::listen()?;
     let (listener, local) = listen(args.listen).await?;
     let proxy = Arc::new(Proxy {
         client,
@@ -49,7 +52,8 @@ pub(crate) async fn run(args: LocalProxy) -> anyhow::Result<()> {
         let proxy = proxy.clone();
         async move { proxy.handle(local, peer).await }
     });
-    until_signal(accepting).await
+    until_signal(signals, accepting).await;
+    Ok(())
 }
 
 impl Proxy {

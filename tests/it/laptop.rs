@@ -559,7 +559,8 @@ async fn forward_prints_a_line_for_each_event_on_a_terminal() {
     need!("script");
     let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let laptop = Laptop::to(app.local_addr().unwrap()).await;
-    let command = format!("'{}' forward edge-1 :9100 :9101", binary());
+    // The key interrupts a shell between `script` and the command, too.
+    let command = format!("exec '{}' forward edge-1 :9100 :9101", binary());
     let script = Tool::new("script").args(["-qec", &command, "/dev/null"]);
     let script = script.env("XDG_CONFIG_HOME", laptop.home());
     let mut forward = script.start();
