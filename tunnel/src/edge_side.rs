@@ -46,9 +46,9 @@ pub struct EdgeSideConfig {
     pub bulk_threshold: u64,
     /// Budget of the unread bytes of all tunnels of this process.
     pub memory_budget: Arc<buffered::MemoryBudget>,
-    /// Whether thousands of resets are ordinary, as those of a gateway, whose clients abort. Otherwise the limits against
-    /// rapid resets apply (CVE-2023-44487).
-    pub permits_many_resets: bool,
+    /// Whether the other end is a gateway: thousands of resets are ordinary then, because its clients abort, and it may open
+    /// control streams. Otherwise the limits against rapid resets and floods of frames apply (CVE-2023-44487).
+    pub is_trusted: bool,
 }
 
 impl Default for EdgeSideConfig {
@@ -60,7 +60,7 @@ impl Default for EdgeSideConfig {
             round_trip: Duration::ZERO,
             bulk_threshold: load::BULK_BYTES,
             memory_budget: Arc::default(),
-            permits_many_resets: true,
+            is_trusted: true,
         }
     }
 }
@@ -190,11 +190,13 @@ where
 {
     let window = flow_control::window_size(config.round_trip, 1, config.budget);
     let mut builder = engine::server::Builder::new();
-    if config.permits_many_resets {
+    if config.is_trusted {
         builder
             .max_concurrent_reset_streams(wire::MAX_RESETS)
             .max_pending_accept_reset_streams(wire::MAX_RESETS)
             .max_local_error_reset_streams(None);
+    } else {
+        builder.limit_control_frames();
     }
     let handshake = builder
         .initial_window_size(window)
@@ -271,7 +273,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
             let forwarded = ForwardedFields::take(head.headers_mut());
             let source = take_source(head.headers_mut());
             if head.headers().contains_key(wire::CONTROL) {
-                if let Ok(send) = responder.send(Response::new(()), false) {
+                if !self.config.is_trusted {
+                    let detail = "this connection has no control stream";
+                    responder.reject(&RejectCode::Malformed.with_detail(detail));
+                } else if let Ok(send) = responder.send(Response::new(()), false) {
                     return Ok(IncomingStream::Control(Box::new(ControlStream::new(
                         send, body,
                     ))));
@@ -292,7 +297,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
                     };
                     return Ok(IncomingStream::Stream(Box::new(stream_request)));
                 }
-                Err(detail) => responder.reject(&crate::RejectCode::Malformed.with_detail(detail)),
+                Err(detail) => responder.reject(&RejectCode::Malformed.with_detail(detail)),
             }
         }
     }

@@ -232,6 +232,8 @@ pub struct StreamReceiver {
     counter: ByteCounter,
     /// Number of bytes that were handed out and whose window has not been released.
     unreleased: usize,
+    /// Bytes that were put back.
+    put_back: Bytes,
     ended: bool,
 }
 
@@ -243,8 +245,15 @@ impl StreamReceiver {
             inner,
             counter,
             unreleased: 0,
+            put_back: Bytes::new(),
             ended: false,
         }
+    }
+
+    /// Puts the end of the last chunk back, which is then the next chunk.
+    pub fn put_back(&mut self, rest: Bytes) {
+        self.unreleased = self.unreleased.saturating_sub(rest.len());
+        self.put_back = rest;
     }
 
     /// Returns the next chunk, or `None` after the last.
@@ -261,6 +270,11 @@ impl StreamReceiver {
             let unreleased = std::mem::take(&mut self.unreleased);
             // The poll below returns the error of a reset stream.
             let _ = self.inner.flow_control().release_capacity(unreleased);
+        }
+        if !self.put_back.is_empty() {
+            let chunk = std::mem::take(&mut self.put_back);
+            self.unreleased = chunk.len();
+            return Poll::Ready(Some(Ok(chunk)));
         }
         if self.ended {
             return Poll::Ready(None);
@@ -331,7 +345,7 @@ impl StreamReceiver {
 
     /// Whether nothing more will arrive, not even trailers.
     pub fn is_end(&self) -> bool {
-        self.inner.is_end_stream()
+        self.put_back.is_empty() && self.inner.is_end_stream()
     }
 }
 

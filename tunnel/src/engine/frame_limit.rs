@@ -1,7 +1,7 @@
 //! Limit on the peer's frames that carry no part of a body: they cost this end work and serve no stream (CVE-2019-9512,
 //! CVE-2019-9514, CVE-2019-9515, CVE-2023-44487).
 //!
-//! Each such frame costs tokens. A peer earns tokens by the streams that this end opens and by the bytes that it is sent, since
+//! Each such frame costs tokens. A peer earns tokens by streams and by the bytes that it is sent, since
 //! those cause such frames, and over time.
 
 use super::frame::kind;
@@ -42,7 +42,7 @@ impl FrameLimit {
         self.0.earn_for_sent(bytes, 0, 0);
     }
 
-    /// Earns tokens for a stream that this end opens.
+    /// Earns tokens for a new stream.
     pub(super) fn earn_for_stream(&mut self) {
         self.0.earn_for_sent(0, 1, TOKENS_PER_STREAM);
     }
@@ -51,6 +51,7 @@ impl FrameLimit {
 /// Returns the name of a kind of frames, for messages.
 pub(super) fn frame_name(frame_kind: u8) -> &'static str {
     match frame_kind {
+        kind::DATA => "empty DATA frames",
         kind::HEADERS => "HEADERS",
         kind::RST_STREAM => "RST_STREAM",
         kind::SETTINGS => "SETTINGS",

@@ -384,6 +384,9 @@ impl State {
             return Err(Reason::PROTOCOL_ERROR);
         }
         self.last_remote = id;
+        if let Some(limit) = &mut self.frame_limit {
+            limit.earn_for_stream();
+        }
         // Streams behind the number of the last GOAWAY are not processed (RFC 9113 section 6.8).
         if self.last_accepted.is_some_and(|last| id > last) {
             return Ok(());
