@@ -328,10 +328,10 @@ async fn read_target_overflow(
         let Some(chunk) = body.next_chunk().await else {
             return Err(RequestError::Client);
         };
-        let chunk = chunk.map_err(|_| RequestError::Client)?;
-        if overflow.len() + chunk.len() > length {
-            let detail = "the remaining bytes of the request target do not end at a frame boundary";
-            return Err(RejectCode::Malformed.with_detail(detail).into());
+        let mut chunk = chunk.map_err(|_| RequestError::Client)?;
+        let missing = length - overflow.len();
+        if chunk.len() > missing {
+            body.put_back(chunk.split_off(missing));
         }
         if !overflow.append(&chunk) {
             let detail = "the edge has no memory left for requests with long targets";

@@ -363,7 +363,7 @@ async fn forged_fields_make_an_edge_no_other_one() {
     // The gateway opens the only control stream of a tunnel, and an egress connection has none.
     let request = connect("edge-1:9102").header("causeway-control", "1");
     let (_, found, detail) = hostile.open(request.body(Empty::new()).unwrap()).await;
-    assert_eq!(found, "reset", "{detail}");
+    assert_eq!(found, "malformed", "{detail}");
     assert_eq!(hostile.app.connections(), 0);
 }
 

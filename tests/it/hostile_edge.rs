@@ -147,7 +147,7 @@ async fn a_flood_of_continuations_ends_its_own_tunnel() {
         stream,
         &frames::fields(&[("a", "b")]),
     ));
-    Box::pin(ground.bears(flood, "too_many_continuations")).await;
+    Box::pin(ground.bears(flood, "floods its tunnel with CONTINUATION")).await;
 }
 
 #[tokio::test]
@@ -187,7 +187,7 @@ async fn a_flood_of_empty_frames_ends_its_own_tunnel() {
         .await
         .unwrap();
     let flood = evil.flood(frame(DATA, 0, stream, &[]));
-    Box::pin(ground.bears(flood, "excessive load")).await;
+    Box::pin(ground.bears(flood, "floods its tunnel with empty DATA frames")).await;
 }
 
 #[tokio::test]
@@ -403,11 +403,13 @@ async fn floods_on_a_connection_for_egress_end_it_with_the_reason() {
         (0..100).flat_map(|_| one()).collect()
     };
     let pings = || frame(PING, 0, 0, &[7; 8]).repeat(100);
-    let too_many_frames = "too many HTTP/2 control frames";
     let floods: [(&mut dyn FnMut() -> Vec<u8>, _); 3] = [
-        (&mut { pings }, too_many_frames),
-        (&mut || settings(&[]).repeat(100), too_many_frames),
-        (&mut reset_streams, "excessive load"),
+        (&mut { pings }, "floods its tunnel with PING"),
+        (
+            &mut || settings(&[]).repeat(100),
+            "floods its tunnel with SETTINGS",
+        ),
+        (&mut reset_streams, "floods its tunnel with RST_STREAM"),
     ];
     // The log lines of a node are throttled.
     for (node, (batch, reason)) in evil::NODES.into_iter().zip(floods) {

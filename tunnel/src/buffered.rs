@@ -1,17 +1,14 @@
 //! Counts of the bytes that have arrived at this end and have not been consumed: of a tunnel, and of the whole process.
 //!
-//! h2 buffers up to a window for each stream whose consumer stalls, and reports the amount only per stream. So this module
+//! The engine buffers up to a window for each stream whose consumer stalls, and reports the amount only per stream. So this module
 //! lists each stream while it can hold bytes, and the code that sizes windows adds the bytes up from time to time. The bytes
 //! of a tunnel count into the [`MemoryBudget`] of its process, which covers all tunnels and all other unread bytes of the
 //! process.
 
-#[cfg(feature = "engine")]
-use crate::engine as h2;
 use crate::{
-    small_frames::SmallFrames,
+    engine::FlowControl,
     stall_monitor::{Progress, ProgressMark, StallMonitor, StallSource, StalledStream},
 };
-use h2::FlowControl;
 use slab::Slab;
 use std::{
     sync::{
@@ -49,7 +46,6 @@ struct Inner {
 
 #[derive(Debug)]
 struct StreamEntry {
-    id: u32,
     flow: FlowControl,
     /// Bytes that the stream held at the last sample.
     last_buffered: usize,
@@ -63,7 +59,7 @@ struct Sender {
     progress_mark: ProgressMark,
 }
 
-/// Bytes that the streams of a tunnel hold, with the additional cost of their small frames.
+/// Bytes that the streams of a tunnel hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BufferedBytes {
     /// Bytes of all streams.
@@ -106,8 +102,8 @@ impl BufferedStreams {
     }
 
     /// Returns the bytes that all streams hold now. Queries each stream, so it is too costly for every poll.
-    pub(crate) fn sample(&self, small_frames: &SmallFrames) -> BufferedBytes {
-        let buffered = self.lock().sample(small_frames);
+    pub(crate) fn sample(&self) -> BufferedBytes {
+        let buffered = self.lock().sample();
         if buffered.total > 0 {
             self.notify_possible_stall();
         }
@@ -115,9 +111,9 @@ impl BufferedStreams {
     }
 
     /// Records that the tunnel has ended. Bytes for a stalled reader stay in memory until the reader is dropped.
-    pub(crate) fn mark_ended(&self, small_frames: &SmallFrames) {
+    pub(crate) fn mark_ended(&self) {
         let mut streams = self.lock();
-        let buffered = streams.sample(small_frames);
+        let buffered = streams.sample();
         streams.stalled_share.set(buffered.total);
         streams.is_ended = true;
         drop(streams);
@@ -172,15 +168,10 @@ impl StallSource for BufferedStreams {
 }
 
 impl Inner {
-    fn sample(&mut self, small_frames: &SmallFrames) -> BufferedBytes {
+    fn sample(&mut self) -> BufferedBytes {
         let mut sum = BufferedBytes::default();
         for (_, stream) in &mut self.receivers {
-            // After windows have shrunk, a peer may wait for capacity that the reader has already released.
-            // h2 sends that update only with the next release, so this releases 0 bytes for streams without held bytes.
-            if stream.flow.used_capacity() == 0 {
-                let _ = stream.flow.release_capacity(0);
-            }
-            let buffered = stream.flow.used_capacity() + small_frames.stream_cost(stream.id);
+            let buffered = stream.flow.used_capacity();
             sum.total += buffered;
             if buffered == stream.last_buffered {
                 sum.stalled += buffered;
@@ -212,12 +203,11 @@ pub(crate) struct BufferedStream {
 }
 
 impl BufferedStream {
-    /// Adds a stream. The entry must be dropped before the last other handle of the stream. Otherwise h2 would never release
+    /// Adds a stream. The entry must be dropped before the last other handle of the stream. Otherwise the engine would never release
     /// the stream.
-    pub(crate) fn new(buffered_streams: &Arc<BufferedStreams>, id: u32, flow: FlowControl) -> Self {
+    pub(crate) fn new(buffered_streams: &Arc<BufferedStreams>, flow: FlowControl) -> Self {
         let progress = Arc::<Progress>::default();
         let stream = StreamEntry {
-            id,
             flow,
             last_buffered: 0,
             progress: progress.clone(),
@@ -245,7 +235,7 @@ impl BufferedStream {
 impl Drop for BufferedStream {
     fn drop(&mut self) {
         let stream = self.buffered_streams.lock().remove(self.key);
-        // Dropped outside of the lock, because it may take h2's lock.
+        // Dropped outside of the lock, because it may take the engine's lock.
         drop(stream);
     }
 }

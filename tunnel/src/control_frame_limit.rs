@@ -1,20 +1,20 @@
 //! Limit on the control frames of a client, below an HTTP/2 server that has none.
 //!
 //! h2 limits resets and the size of frames, but serves SETTINGS, PING, PRIORITY, `WINDOW_UPDATE` and frames of unknown kinds
-//! without a limit. Each of these frames costs points. A client earns points by its requests and by the bytes that it
-//! receives, since those cause such frames, and over time. A client without points gets GOAWAY with `ENHANCE_YOUR_CALM` (RFC
+//! without a limit. Each of these frames costs tokens. A client earns tokens by its requests and by the bytes that it
+//! receives, since those cause such frames, and over time. A client without tokens gets GOAWAY with `ENHANCE_YOUR_CALM` (RFC
 //! 9113 §10.5). The bytes that it still sends are discarded until it has read the GOAWAY. HTTP/1.1 is not limited.
 //!
 //! The codes of resets that hyper would take for the complete end of a session are replaced in both directions: those of the client,
 //! and those of aborted sessions to the client, see [`crate::reset_codes`].
 
 use crate::{
-    flood::TokenBucket,
     frame_parser::{
         CONTINUATION, ClientFrames, DATA, FrameEvent, GOAWAY, HEADERS, PRIORITY, RST_STREAM,
         WINDOW_UPDATE,
     },
     reset_codes::{AbortedStreams, CONNECT_ERROR, ORDINARY_END_CODES, WrittenFrames},
+    token_bucket::TokenBucket,
 };
 use std::{
     io,
@@ -27,13 +27,13 @@ use tokio::{
     time::{Instant, Sleep, sleep},
 };
 
-/// Number of points at the beginning, which is also the maximum.
-const MAX_POINTS: u64 = 10_000;
-/// Points that a client earns per second.
-const POINTS_PER_SECOND: u64 = 1_000;
-/// Points that a request earns: the cost of a client's usual frames for one stream, with a PING and a PRIORITY.
-const POINTS_PER_STREAM: u64 = 24;
-/// Points for a frame that an honest client rarely sends: SETTINGS, PING, unknown kinds.
+/// Number of tokens at the beginning, which is also the maximum.
+const MAX_TOKENS: u64 = 10_000;
+/// Tokens that a client earns per second.
+const TOKENS_PER_SECOND: u64 = 1_000;
+/// Tokens that a request earns: the cost of a client's usual frames for one stream, with a PING and a PRIORITY.
+const TOKENS_PER_STREAM: u64 = 24;
+/// Tokens for a frame that an honest client rarely sends: SETTINGS, PING, unknown kinds.
 const RARE_FRAME_COST: u64 = 10;
 /// Error code for a peer that generates excessive load (RFC 9113 §7).
 const ENHANCE_YOUR_CALM: u32 = 11;
@@ -66,7 +66,7 @@ impl<S, F: Fn()> ControlFrameLimiter<S, F> {
             read_frames: ClientFrames::default(),
             written_frames: WrittenFrames::default(),
             aborted: AbortedStreams::default(),
-            bucket: TokenBucket::new(MAX_POINTS, POINTS_PER_SECOND),
+            bucket: TokenBucket::new(MAX_TOKENS, TOKENS_PER_SECOND),
             last_stream: 0,
             in_reset: false,
             goaway_close: None,
@@ -109,7 +109,7 @@ impl<S, F: Fn()> ControlFrameLimiter<S, F> {
                 // A request; trailers use an existing stream.
                 HEADERS if head.stream > *last_stream => {
                     *last_stream = head.stream;
-                    return bucket.earn_for_sent(0, 1, POINTS_PER_STREAM);
+                    return bucket.earn_for_sent(0, 1, TOKENS_PER_STREAM);
                 }
                 HEADERS | CONTINUATION | PRIORITY | RST_STREAM | WINDOW_UPDATE => 1,
                 _ => RARE_FRAME_COST,
@@ -130,7 +130,7 @@ impl<S, F: Fn()> ControlFrameLimiter<S, F> {
     fn record_written(&mut self, bytes: &[u8]) {
         if self.read_frames.is_http2() {
             self.written_frames.parse(bytes, &self.aborted);
-            self.bucket.earn_for_sent(bytes.len(), 0, POINTS_PER_STREAM);
+            self.bucket.earn_for_sent(bytes.len(), 0, TOKENS_PER_STREAM);
         }
     }
 
@@ -266,7 +266,7 @@ where
             let part = bytes.get(..written).unwrap_or_default();
             this.written_frames.parse(part, &this.aborted);
         }
-        this.bucket.earn_for_sent(written, 0, POINTS_PER_STREAM);
+        this.bucket.earn_for_sent(written, 0, TOKENS_PER_STREAM);
         Poll::Ready(Ok(written))
     }
 
@@ -351,12 +351,12 @@ mod tests {
     async fn a_flood_of_control_frames_gets_enhance_your_calm() {
         let request = frame(HEADERS, 5, 7, &[0x82]);
         for (kind, payload, most) in [
-            (SETTINGS, &[][..], MAX_POINTS / RARE_FRAME_COST),
-            (SETTINGS, &[0, 4, 0, 0, 1, 0], MAX_POINTS / RARE_FRAME_COST),
-            (PING, &[7; 8], MAX_POINTS / RARE_FRAME_COST),
-            (UNKNOWN, &[1], MAX_POINTS / RARE_FRAME_COST),
-            (PRIORITY, &[0, 0, 0, 0, 1], MAX_POINTS),
-            (WINDOW_UPDATE, &[0, 0, 0, 1], MAX_POINTS),
+            (SETTINGS, &[][..], MAX_TOKENS / RARE_FRAME_COST),
+            (SETTINGS, &[0, 4, 0, 0, 1, 0], MAX_TOKENS / RARE_FRAME_COST),
+            (PING, &[7; 8], MAX_TOKENS / RARE_FRAME_COST),
+            (UNKNOWN, &[1], MAX_TOKENS / RARE_FRAME_COST),
+            (PRIORITY, &[0, 0, 0, 0, 1], MAX_TOKENS),
+            (WINDOW_UPDATE, &[0, 0, 0, 1], MAX_TOKENS),
         ] {
             let stream = u32::from(kind == PRIORITY) * 7;
             let many = |count: u64| {
@@ -365,7 +365,7 @@ mod tests {
             };
             let (told, flooded) = told(&many(most)).await;
             assert!(!flooded && told.len() == 9, "{kind}");
-            let (told, flooded) = self::told(&many(most + POINTS_PER_STREAM + 2)).await;
+            let (told, flooded) = self::told(&many(most + TOKENS_PER_STREAM + 2)).await;
             assert!(flooded, "{kind}");
             let goaway = frame(GOAWAY, 0, 0, &[0, 0, 0, 7, 0, 0, 0, 11]);
             assert_eq!(told[9..], goaway, "{kind}");

@@ -3,12 +3,10 @@
 //! Accepts streams from the gateway and returns the purpose of each. It initiates neither PING nor SETTINGS after the
 //! handshake (invariant 11). It detects a dead gateway by silence alone: a gateway that is alive sends something every 5 s.
 
-#[cfg(feature = "engine")]
-use crate::engine as h2;
 use crate::{
     buffered,
     control_stream::ControlStream,
-    cork::Cork,
+    engine::{self, ext::Protocol},
     error::{RejectCode, Rejected, StreamError, TunnelEnd},
     flow_control, headers,
     load::{self, ByteCounter, OpenStreamGuard, TunnelLoad},
@@ -19,7 +17,6 @@ use crate::{
 };
 use bytes::Bytes;
 use causeway_rt::socket::IoActivity;
-use h2::ext::Protocol;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, header::CONTENT_LENGTH};
 use std::{
     future::poll_fn,
@@ -49,8 +46,9 @@ pub struct EdgeSideConfig {
     pub bulk_threshold: u64,
     /// Budget of the unread bytes of all tunnels of this process.
     pub memory_budget: Arc<buffered::MemoryBudget>,
-    /// Whether thousands of resets are ordinary, as those of a gateway, whose clients abort. Otherwise the limits of h2 apply.
-    pub permits_many_resets: bool,
+    /// Whether the other end is a gateway: thousands of resets are ordinary then, because its clients abort, and it may open
+    /// control streams. Otherwise the limits against rapid resets and floods of frames apply (CVE-2023-44487).
+    pub is_trusted: bool,
 }
 
 impl Default for EdgeSideConfig {
@@ -62,7 +60,7 @@ impl Default for EdgeSideConfig {
             round_trip: Duration::ZERO,
             bulk_threshold: load::BULK_BYTES,
             memory_budget: Arc::default(),
-            permits_many_resets: true,
+            is_trusted: true,
         }
     }
 }
@@ -70,8 +68,7 @@ impl Default for EdgeSideConfig {
 /// The edge's end of one tunnel.
 #[derive(Debug)]
 pub struct EdgeSide<S: AsyncRead + AsyncWrite + Unpin> {
-    connection: h2::server::Connection<Cork<S>, Bytes>,
-    cork: Cork<S>,
+    connection: engine::server::Connection<S, Bytes>,
     traffic: Arc<IoActivity>,
     load: Arc<TunnelLoad>,
     config: EdgeSideConfig,
@@ -163,7 +160,7 @@ fn take_source(fields: &mut HeaderMap) -> Option<SocketAddr> {
 /// Responder for a stream. Dropping it resets the stream.
 #[derive(Debug)]
 pub struct StreamResponder {
-    inner: h2::server::SendResponse<Bytes>,
+    inner: engine::server::SendResponse<Bytes>,
     counter: ByteCounter,
 }
 
@@ -192,13 +189,14 @@ where
     S: AsyncRead + AsyncWrite + Unpin,
 {
     let window = flow_control::window_size(config.round_trip, 1, config.budget);
-    let cork = Cork::new(io);
-    let mut builder = h2::server::Builder::new();
-    if config.permits_many_resets {
+    let mut builder = engine::server::Builder::new();
+    if config.is_trusted {
         builder
             .max_concurrent_reset_streams(wire::MAX_RESETS)
             .max_pending_accept_reset_streams(wire::MAX_RESETS)
             .max_local_error_reset_streams(None);
+    } else {
+        builder.limit_control_frames();
     }
     let handshake = builder
         .initial_window_size(window)
@@ -206,17 +204,14 @@ where
         .max_frame_size(wire::MAX_FRAME)
         .max_header_list_size(wire::MAX_HEADER_LIST)
         .max_concurrent_streams(config.max_streams)
-        .data_frame_budget(wire::DATA_FRAME_BUDGET)
         .enable_connect_protocol()
-        .handshake(cork.clone());
+        .handshake(io);
     let connection = tokio::time::timeout(config.read_timeout, handshake)
         .await
         .map_err(|_| TunnelEnd::Silent)?
         .map_err(|error| TunnelEnd::from_result(Err(error)))?;
-    cork.cork();
     Ok(EdgeSide {
         connection,
-        cork,
         silence_timer: Box::pin(sleep_until(traffic.last_read() + config.read_timeout)),
         traffic,
         load: Arc::new(TunnelLoad::for_process(
@@ -244,7 +239,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
         let desired_window =
             flow_control::per_stream_share(self.load.open_streams(), available_budget)
                 .min(max_window);
-        // h2 refuses this while an earlier change is not acknowledged; the next turn retries.
+        // The engine refuses this while an earlier change is not acknowledged; the next turn retries.
         if desired_window != self.stream_window
             && self
                 .connection
@@ -278,7 +273,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
             let forwarded = ForwardedFields::take(head.headers_mut());
             let source = take_source(head.headers_mut());
             if head.headers().contains_key(wire::CONTROL) {
-                if let Ok(send) = responder.send(Response::new(()), false) {
+                if !self.config.is_trusted {
+                    let detail = "this connection has no control stream";
+                    responder.reject(&RejectCode::Malformed.with_detail(detail));
+                } else if let Ok(send) = responder.send(Response::new(()), false) {
                     return Ok(IncomingStream::Control(Box::new(ControlStream::new(
                         send, body,
                     ))));
@@ -299,7 +297,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
                     };
                     return Ok(IncomingStream::Stream(Box::new(stream_request)));
                 }
-                Err(detail) => responder.reject(&crate::RejectCode::Malformed.with_detail(detail)),
+                Err(detail) => responder.reject(&RejectCode::Malformed.with_detail(detail)),
             }
         }
     }
@@ -312,10 +310,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
 
     async fn accept_request(
         &mut self,
-    ) -> Result<(Request<h2::RecvStream>, h2::server::SendResponse<Bytes>), TunnelEnd> {
+    ) -> Result<
+        (
+            Request<engine::RecvStream>,
+            engine::server::SendResponse<Bytes>,
+        ),
+        TunnelEnd,
+    > {
         let Self {
             connection,
-            cork,
             traffic,
             load,
             config,
@@ -325,7 +328,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
         } = self;
         let mut next_request = poll_fn(|cx| {
             let accepted = connection.poll_accept(cx);
-            cork.uncork(cx);
             // Stalls are detected by comparison with the last sample; shrunk windows also need this without new streams.
             if last_sample.elapsed() >= buffered::SAMPLE_INTERVAL {
                 *last_sample = Instant::now();
@@ -485,7 +487,7 @@ impl StreamResponder {
 
     fn poll_reset(&mut self, cx: &mut Context<'_>) -> Poll<StreamError> {
         match ready!(self.inner.poll_reset(cx)) {
-            Ok(reason) => Poll::Ready(h2::Error::from(reason).into()),
+            Ok(reason) => Poll::Ready(engine::Error::from(reason).into()),
             Err(error) => Poll::Ready(error.into()),
         }
     }

@@ -1,8 +1,9 @@
 //! HTTP/2 (RFC 9113) for tunnels: both roles of a connection.
 //!
-//! The public names and their semantics are those of the part of the crate h2 that a tunnel uses, so that either can stand
-//! behind `use … as h2`. Reading order: frames, windows, streams; the state machine ([`connection`], with [`receive`] for
-//! what comes in and [`send`] for what goes out), which does no IO; [`io`], which does; the handles.
+//! Unlike the crate h2, whose names the public ones follow, a connection reads also while it cannot write, sends small
+//! responses before bulk, writes the frames of a turn together, and counts small frames by their bytes. Reading order: frames,
+//! windows, streams; the state machine ([`connection`], with [`receive`] for what comes in and [`send`] for what goes out),
+//! which does no IO; [`io`], which does; the handles.
 
 pub mod client;
 pub mod ext;
@@ -14,6 +15,7 @@ mod connection;
 mod error;
 mod flow;
 mod frame;
+mod frame_limit;
 mod handle;
 mod hpack;
 mod io;

@@ -1,12 +1,9 @@
 //! Reasons for the end of a tunnel, the end of a stream, and the refusals of an edge.
 //!
-//! h2's own error is the source of ours. The variants state which end caused the error. A body error has h2's error as its
-//! source, so that an HTTP/2 listener sends the same code on (invariant 3).
+//! The variants state which end caused the error. The error of a reset has an error of h2 as its source, from which hyper's
+//! HTTP/2 listeners read the code that they send on (invariant 3).
 
-#[cfg(feature = "engine")]
-use crate::engine as transport;
-#[cfg(not(feature = "engine"))]
-use h2 as transport;
+use crate::engine;
 use nix::errno::Errno;
 use std::{borrow::Cow, fmt, io, net::IpAddr};
 
@@ -16,7 +13,7 @@ pub enum StreamError {
     /// The other end reset the stream: the upstream, the edge or the client aborted it.
     #[error("the stream was reset: {cause}")]
     Reset {
-        /// h2's error with its code (RFC 9113 §7), for listeners that speak HTTP/2 themselves.
+        /// Error of h2 with the code (RFC 9113 §7), for listeners that speak HTTP/2 themselves.
         #[source]
         cause: h2::Error,
     },
@@ -25,7 +22,7 @@ pub enum StreamError {
     Lost {
         /// Error of the connection.
         #[source]
-        cause: transport::Error,
+        cause: engine::Error,
     },
     /// The tunnel accepts no further stream: it drains, or has its maximum number of streams.
     #[error("the tunnel accepts no more streams")]
@@ -44,7 +41,7 @@ pub enum StreamError {
 impl StreamError {
     /// Returns the error of a stream that this process aborted, for example because its peer disconnected.
     pub fn cancelled() -> Self {
-        transport::Error::from(transport::Reason::CANCEL).into()
+        engine::Error::from(engine::Reason::CANCEL).into()
     }
 
     /// Whether the other end refused the stream, which then counts as never opened (RFC 9113 §8.7).
@@ -69,7 +66,7 @@ impl StreamError {
 
     /// Whether the other end closed the connection in order before it responded on the stream.
     pub fn is_closed(&self) -> bool {
-        matches!(self, Self::Lost { cause } if is_transport_close(cause))
+        matches!(self, Self::Lost { cause } if is_tunnel_close(cause))
     }
 
     /// Whether the stream was reset, in contrast to a lost tunnel.
@@ -78,28 +75,15 @@ impl StreamError {
     }
 }
 
-impl From<transport::Error> for StreamError {
-    fn from(cause: transport::Error) -> Self {
+impl From<engine::Error> for StreamError {
+    fn from(cause: engine::Error) -> Self {
         match cause.reason() {
-            Some(_) if !cause.is_go_away() && !cause.is_io() => Self::Reset {
-                cause: into_h2(cause),
+            Some(reason) if !cause.is_go_away() && !cause.is_io() => Self::Reset {
+                cause: h2::Reason::from(u32::from(reason)).into(),
             },
             _ => Self::Lost { cause },
         }
     }
-}
-
-/// Returns the error of a reset as that of h2, from which listeners read its code.
-#[cfg(feature = "engine")]
-#[expect(clippy::needless_pass_by_value, reason = "as without the feature")]
-fn into_h2(cause: transport::Error) -> h2::Error {
-    let reason = cause.reason().unwrap_or(transport::Reason::CANCEL);
-    h2::Reason::from(u32::from(reason)).into()
-}
-
-#[cfg(not(feature = "engine"))]
-fn into_h2(cause: transport::Error) -> h2::Error {
-    cause
 }
 
 /// Whether a request without a response failed because its peer closed the connection in order or refused the stream. A
@@ -111,10 +95,9 @@ pub fn is_close(error: &(dyn std::error::Error + 'static)) -> bool {
     if let Some(h2_error) = error.downcast_ref::<h2::Error>() {
         return h2_error.reason() == Some(h2::Reason::REFUSED_STREAM) || is_h2_close(h2_error);
     }
-    #[cfg(feature = "engine")]
-    if let Some(error) = error.downcast_ref::<transport::Error>() {
-        let is_refused = error.reason() == Some(transport::Reason::REFUSED_STREAM);
-        return is_refused || is_transport_close(error);
+    if let Some(error) = error.downcast_ref::<engine::Error>() {
+        let is_refused = error.reason() == Some(engine::Reason::REFUSED_STREAM);
+        return is_refused || is_tunnel_close(error);
     }
     if let Some(io) = error.downcast_ref::<io::Error>() {
         // An `io::Error` does not return its inner error as `source`.
@@ -134,9 +117,9 @@ fn is_h2_close(error: &h2::Error) -> bool {
     error.get_io().is_some_and(is_socket_close)
 }
 
-fn is_transport_close(error: &transport::Error) -> bool {
+fn is_tunnel_close(error: &engine::Error) -> bool {
     if error.is_go_away() {
-        return error.is_remote() && error.reason() == Some(transport::Reason::NO_ERROR);
+        return error.is_remote() && error.reason() == Some(engine::Reason::NO_ERROR);
     }
     error.get_io().is_some_and(is_socket_close)
 }
@@ -182,11 +165,11 @@ pub enum TunnelEnd {
 }
 
 impl TunnelEnd {
-    pub(crate) fn from_result(result: Result<(), transport::Error>) -> Self {
+    pub(crate) fn from_result(result: Result<(), engine::Error>) -> Self {
         result.err().map_or(Self::Peer, |error| Self::by(&error))
     }
 
-    fn by(error: &transport::Error) -> Self {
+    fn by(error: &engine::Error) -> Self {
         match error.get_io().map(io::Error::kind) {
             Some(
                 io::ErrorKind::UnexpectedEof
@@ -194,7 +177,7 @@ impl TunnelEnd {
                 | io::ErrorKind::BrokenPipe
                 | io::ErrorKind::ConnectionAborted,
             ) => Self::Peer,
-            _ if error.is_go_away() && error.reason() == Some(transport::Reason::NO_ERROR) => {
+            _ if error.is_go_away() && error.reason() == Some(engine::Reason::NO_ERROR) => {
                 Self::Peer
             }
             // The text of a peer's GOAWAY may have 64 KiB.

@@ -7,14 +7,13 @@ mod buffer_monitor;
 mod driver;
 mod window_grant;
 
-#[cfg(feature = "engine")]
-use crate::engine as h2;
 pub use driver::{ConnectionDriver, connect};
 use window_grant::WindowGrant;
 
 use crate::{
     buffered::{MemoryBudget, NodeBudget},
     control_stream::ControlStream,
+    engine::{self, ext::Protocol},
     error::StreamError,
     headers,
     liveness::KeepaliveConfig,
@@ -27,7 +26,6 @@ use crate::{
 use bytes::Bytes;
 use causeway_rt::socket::IoActivity;
 use futures_util::FutureExt;
-use h2::ext::Protocol;
 use http::{HeaderValue, Method, Request, Response, Uri, header::CONTENT_LENGTH};
 use std::{
     future::{Future, poll_fn},
@@ -88,7 +86,7 @@ impl Default for GatewaySideConfig {
 /// The gateway's handle to one tunnel.
 #[derive(Clone, Debug)]
 pub struct Tunnel {
-    sender: h2::client::SendRequest<Bytes>,
+    sender: engine::client::SendRequest<Bytes>,
     shared: Arc<Inner>,
 }
 
@@ -192,7 +190,7 @@ pub struct OpenStream {
 /// Response on an opened stream.
 #[derive(Debug)]
 pub struct StreamResponse {
-    inner: h2::client::ResponseFuture,
+    inner: engine::client::ResponseFuture,
     counter: Option<ByteCounter>,
     interim_count: usize,
 }
@@ -217,7 +215,7 @@ impl Tunnel {
         let overflow = head.extensions_mut().remove::<TargetOverflow>();
         self.check_support(&head, kind, overflow.is_some())?;
         let Some(TargetOverflow(overflow)) = overflow else {
-            return self.open_h2_stream(head, end_stream).await;
+            return self.open_http2_stream(head, end_stream).await;
         };
         let fields = head.headers_mut();
         fields.insert(wire::TARGET_REST, HeaderValue::from(overflow.len()));
@@ -225,7 +223,7 @@ impl Tunnel {
         if let Some(length) = fields.remove(CONTENT_LENGTH) {
             fields.insert(wire::CONTENT, length);
         }
-        let mut opened = self.open_h2_stream(head, false).await?;
+        let mut opened = self.open_http2_stream(head, false).await?;
         let sent = if end_stream {
             opened.send.send_last(overflow).await
         } else {
@@ -258,7 +256,7 @@ impl Tunnel {
             fields.insert(wire::CONTENT, length);
         }
         self.check_support(&head, kind, overflow_len > 0)?;
-        self.open_h2_stream(head, end_stream).await
+        self.open_http2_stream(head, end_stream).await
     }
 
     /// Checks that the version of the edge supports the request.
@@ -298,7 +296,7 @@ impl Tunnel {
         head: Request<()>,
         end_stream: bool,
     ) -> Result<OpenStream, StreamError> {
-        self.open_h2_stream(head, end_stream).await
+        self.open_http2_stream(head, end_stream).await
     }
 
     /// Returns the configuration for a connection inside a stream of this tunnel, to an upstream, which is never trusted. The
@@ -320,7 +318,7 @@ impl Tunnel {
         *head.method_mut() = Method::POST;
         let version = HeaderValue::from(wire::VERSION);
         head.headers_mut().insert(wire::CONTROL, version);
-        let opened = self.open_h2_stream(head, false).await?;
+        let opened = self.open_http2_stream(head, false).await?;
         let (head, receive) = opened.response.await?.into_parts();
         if !head.status.is_success() {
             return Err(StreamError::ProtocolViolation(
@@ -330,7 +328,7 @@ impl Tunnel {
         Ok(ControlStream::new(opened.send, receive))
     }
 
-    async fn open_h2_stream(
+    async fn open_http2_stream(
         &self,
         head: Request<()>,
         end_stream: bool,
@@ -344,12 +342,11 @@ impl Tunnel {
         }
         let mut ready_sender = self.sender.clone().ready().await?;
         let (inner, send) = ready_sender.send_request(head, end_stream)?;
-        let id = inner.stream_id().as_u32();
         Ok(OpenStream {
             send: StreamSender::new(send, ByteCounter::new(guard.clone()), end_stream),
             response: StreamResponse {
                 inner,
-                counter: Some(ByteCounter::with_small_frames(guard, id)),
+                counter: Some(ByteCounter::new(guard)),
                 interim_count: 0,
             },
         })
@@ -520,7 +517,7 @@ impl Future for StreamResponse {
     type Output = Result<Response<StreamReceiver>, StreamError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        // h2 would buffer interim responses without a limit until the final response is polled.
+        // The engine would buffer interim responses without a limit until the final response is polled.
         while let Some(interim) = ready!(self.inner.poll_informational(cx)) {
             interim?;
             self.count_interim()?;

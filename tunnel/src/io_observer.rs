@@ -11,11 +11,6 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// Observer of a connection's reads and writes.
 pub trait IoObserver {
-    /// Called before each read. Returning `Pending` postpones the read; the implementation must wake the task.
-    fn poll_read_ready(&mut self, _cx: &mut Context<'_>) -> Poll<()> {
-        Poll::Ready(())
-    }
-
     /// Called with bytes that were read. The implementation may change them before [`IoObserver::on_read`] receives them.
     fn rewrite_read(&mut self, _bytes: &mut [u8]) {}
 
@@ -82,7 +77,6 @@ impl<S: AsyncRead + Unpin, L: IoObserver + Unpin> AsyncRead for ObservedIo<S, L>
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        ready!(this.observer.poll_read_ready(cx));
         let filled_before = buf.filled().len();
         let result = ready!(Pin::new(&mut this.io).poll_read(cx, buf));
         Poll::Ready(match result {

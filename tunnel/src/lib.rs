@@ -12,7 +12,7 @@ pub mod heartbeat;
 pub mod target;
 
 pub mod edge_side;
-mod flood;
+pub mod engine;
 pub mod flow_control;
 pub mod gateway_side;
 pub mod liveness;
@@ -29,13 +29,10 @@ pub mod headers;
 pub mod informational;
 pub mod load;
 pub mod reset_codes;
-mod small_frames;
 pub mod stall_monitor;
 pub mod stream;
 pub mod stream_io;
-
-#[cfg(feature = "engine")]
-pub mod engine;
+mod token_bucket;
 
 pub mod error;
 pub mod io_observer;

@@ -3,17 +3,14 @@
 //! Streams write it as they move bytes. The code that selects a tunnel or dials a second one reads it. Except for the list of
 //! streams that can hold unread bytes, the load consists of atomics, so nothing here waits.
 
-#[cfg(feature = "engine")]
-use crate::engine as h2;
 use crate::{
     buffered::{
         BufferedBytes, BufferedStream, BufferedStreams, MemoryBudget, NodeBudget, SenderEntry,
     },
-    small_frames::{SmallFrameCounter, SmallFrames},
+    engine::{FlowControl, Reason},
     wire,
 };
 use futures_util::task::AtomicWaker;
-use h2::{FlowControl, Reason};
 use std::{
     sync::{
         Arc,
@@ -53,7 +50,6 @@ pub struct TunnelLoad {
     resize_threshold: AtomicUsize,
     driver_waker: AtomicWaker,
     buffered_streams: Arc<BufferedStreams>,
-    small_frames: Arc<SmallFrames>,
 }
 
 impl Default for TunnelLoad {
@@ -87,7 +83,6 @@ impl TunnelLoad {
             driver_waker: AtomicWaker::new(),
             buffered_streams: BufferedStreams::new(memory_budget, &node_budget),
             node_budget,
-            small_frames: Arc::default(),
         }
     }
 
@@ -109,7 +104,7 @@ impl TunnelLoad {
 
     /// Records that the tunnel has ended. Its readers may exist for some time after that.
     pub(crate) fn mark_ended(&self) {
-        self.buffered_streams.mark_ended(&self.small_frames);
+        self.buffered_streams.mark_ended();
     }
 
     /// Returns the budget that the tunnels of the node share.
@@ -177,7 +172,7 @@ impl TunnelLoad {
         self.bulk_notify.notified().await;
     }
 
-    /// Returns the bytes that have arrived and have not been consumed, without the additional cost of small frames.
+    /// Returns the bytes that have arrived and have not been consumed.
     pub fn unread_bytes(&self) -> usize {
         self.buffered_streams.total_bytes()
     }
@@ -185,17 +180,12 @@ impl TunnelLoad {
     /// Returns the bytes that have arrived and have not been consumed. Queries each stream, so it is too costly for every
     /// poll.
     pub fn sample_buffered(&self) -> BufferedBytes {
-        self.buffered_streams.sample(&self.small_frames)
+        self.buffered_streams.sample()
     }
 
     /// Records that bytes may have arrived since the last sample.
     pub(crate) fn mark_buffered_changed(&self) {
         self.buffered_streams.mark_changed();
-    }
-
-    /// Returns the counter of small frames.
-    pub(crate) fn small_frames(&self) -> &Arc<SmallFrames> {
-        &self.small_frames
     }
 
     pub(crate) fn set_resize_threshold(&self, streams: usize) {
@@ -268,7 +258,6 @@ pub(crate) struct ByteCounter {
     guard: OpenStreamGuard,
     window_start: Instant,
     window_bytes: u64,
-    small_frames: Option<SmallFrameCounter>,
 }
 
 impl ByteCounter {
@@ -277,27 +266,12 @@ impl ByteCounter {
             window_start: guard.0.opened_at,
             guard,
             window_bytes: 0,
-            small_frames: None,
-        }
-    }
-
-    /// Creates a counter like [`ByteCounter::new`], for the stream with this number, whose small frames are counted.
-    pub(crate) fn with_small_frames(guard: OpenStreamGuard, stream: u32) -> Self {
-        let small = SmallFrameCounter::new(&guard.0.load.small_frames, stream);
-        Self {
-            small_frames: Some(small),
-            ..Self::new(guard)
         }
     }
 
     /// Adds the stream to those that can hold unread bytes.
-    pub(crate) fn register_receiver(&self, stream: u32, flow: FlowControl) -> BufferedStream {
-        BufferedStream::new(&self.guard.0.load.buffered_streams, stream, flow)
-    }
-
-    /// Returns the number of streams of the tunnel that are open now.
-    pub(crate) fn open_streams(&self) -> usize {
-        self.guard.0.load.open_streams()
+    pub(crate) fn register_receiver(&self, flow: FlowControl) -> BufferedStream {
+        BufferedStream::new(&self.guard.0.load.buffered_streams, flow)
     }
 
     /// Returns the guard of the counted stream.
@@ -325,11 +299,7 @@ impl ByteCounter {
         self.add_bytes(bytes);
     }
 
-    /// Records that a frame was consumed. The frame may be empty.
     pub(crate) fn record_received(&mut self, bytes: usize) {
-        if let Some(small) = &self.small_frames {
-            small.record_consumed(bytes);
-        }
         let bytes = u64::try_from(bytes).unwrap_or(u64::MAX);
         self.guard.0.load.bytes_received.fetch_add(bytes, Relaxed);
         self.add_bytes(bytes);

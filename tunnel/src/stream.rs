@@ -4,10 +4,9 @@
 //! The window for a chunk is released to the peer when the next chunk is requested, and never before. At that time the far
 //! socket has taken the chunk.
 
-#[cfg(feature = "engine")]
-use crate::engine as h2;
 use crate::{
     buffered::{BufferedStream, SenderEntry},
+    engine::{self, Reason},
     error::StreamError,
     headers,
     load::ByteCounter,
@@ -15,7 +14,6 @@ use crate::{
     wire,
 };
 use bytes::Bytes;
-use h2::Reason;
 use http::HeaderMap;
 use std::{
     future::poll_fn,
@@ -34,15 +32,10 @@ pub enum StreamKind {
     Tcp,
 }
 
-/// Number of streams of a tunnel from which on each sends smaller frames: h2 alternates between streams by frames.
-const SMALL_FRAME_STREAMS: usize = 64;
-/// Size of such a frame, in bytes. With 64 KiB, a small response waits behind 160 MB of 2,500 large ones.
-const SMALL_FRAME_BYTES: usize = 16 << 10;
-
 /// Sending half of a stream.
 #[derive(Debug)]
 pub struct StreamSender {
-    inner: h2::SendStream<Bytes>,
+    inner: engine::SendStream<Bytes>,
     counter: ByteCounter,
     ended: bool,
     /// Set when the sender has to wait for the first time.
@@ -50,7 +43,7 @@ pub struct StreamSender {
 }
 
 impl StreamSender {
-    pub(crate) fn new(inner: h2::SendStream<Bytes>, counter: ByteCounter, ended: bool) -> Self {
+    pub(crate) fn new(inner: engine::SendStream<Bytes>, counter: ByteCounter, ended: bool) -> Self {
         Self {
             inner,
             counter,
@@ -114,11 +107,6 @@ impl StreamSender {
         loop {
             let capacity = self.inner.capacity();
             if capacity > 0 {
-                let capacity = if self.counter.open_streams() > SMALL_FRAME_STREAMS {
-                    capacity.min(SMALL_FRAME_BYTES)
-                } else {
-                    capacity
-                };
                 if let Some(sender_entry) = &self.sender_entry {
                     sender_entry.progress().set_blocked(false);
                     sender_entry.progress().record_chunk();
@@ -208,7 +196,7 @@ impl StreamSender {
     /// Aborts the stream like [`StreamSender::abort`], after its source has failed. The source's last bytes are still valid,
     /// and are sent first if the tunnel takes them at once.
     pub async fn flush_and_abort(&mut self) {
-        // A reset discards queued frames including the head, so h2's driver runs once before.
+        // A reset discards queued frames including the head, so the connection's driver runs once before.
         tokio::task::yield_now().await;
         self.abort();
     }
@@ -221,7 +209,7 @@ impl StreamSender {
     /// Polls for a reset by the other end, see [`StreamSender::wait_for_reset`].
     pub fn poll_reset(&mut self, cx: &mut Context<'_>) -> Poll<StreamError> {
         match ready!(self.inner.poll_reset(cx)) {
-            Ok(reason) => Poll::Ready(h2::Error::from(reason).into()),
+            Ok(reason) => Poll::Ready(engine::Error::from(reason).into()),
             Err(error) => Poll::Ready(error.into()),
         }
     }
@@ -240,24 +228,32 @@ impl Drop for StreamSender {
 pub struct StreamReceiver {
     /// Declared before `inner`, so that it is dropped first.
     buffered: Option<BufferedStream>,
-    inner: h2::RecvStream,
+    inner: engine::RecvStream,
     counter: ByteCounter,
     /// Number of bytes that were handed out and whose window has not been released.
     unreleased: usize,
+    /// Bytes that were put back.
+    put_back: Bytes,
     ended: bool,
 }
 
 impl StreamReceiver {
-    pub(crate) fn new(mut inner: h2::RecvStream, counter: ByteCounter) -> Self {
-        let id = inner.stream_id().as_u32();
+    pub(crate) fn new(mut inner: engine::RecvStream, counter: ByteCounter) -> Self {
         let flow = (!inner.is_end_stream()).then(|| inner.flow_control().clone());
         Self {
-            buffered: flow.map(|flow| counter.register_receiver(id, flow)),
+            buffered: flow.map(|flow| counter.register_receiver(flow)),
             inner,
             counter,
             unreleased: 0,
+            put_back: Bytes::new(),
             ended: false,
         }
+    }
+
+    /// Puts the end of the last chunk back, which is then the next chunk.
+    pub fn put_back(&mut self, rest: Bytes) {
+        self.unreleased = self.unreleased.saturating_sub(rest.len());
+        self.put_back = rest;
     }
 
     /// Returns the next chunk, or `None` after the last.
@@ -274,6 +270,11 @@ impl StreamReceiver {
             let unreleased = std::mem::take(&mut self.unreleased);
             // The poll below returns the error of a reset stream.
             let _ = self.inner.flow_control().release_capacity(unreleased);
+        }
+        if !self.put_back.is_empty() {
+            let chunk = std::mem::take(&mut self.put_back);
+            self.unreleased = chunk.len();
+            return Poll::Ready(Some(Ok(chunk)));
         }
         if self.ended {
             return Poll::Ready(None);
@@ -302,11 +303,11 @@ impl StreamReceiver {
         }
     }
 
-    /// Polls the next chunk. h2 returns a separate `END_STREAM` as an empty chunk, which is skipped.
-    fn poll_chunk(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, h2::Error>>> {
+    /// Polls the next chunk. The engine returns a separate `END_STREAM` as an empty chunk, which is skipped.
+    fn poll_chunk(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, engine::Error>>> {
         loop {
             match ready!(self.inner.poll_data(cx)) {
-                Some(Ok(chunk)) if chunk.is_empty() => self.counter.record_received(0),
+                Some(Ok(chunk)) if chunk.is_empty() => {}
                 polled => return Poll::Ready(polled),
             }
         }
@@ -344,7 +345,7 @@ impl StreamReceiver {
 
     /// Whether nothing more will arrive, not even trailers.
     pub fn is_end(&self) -> bool {
-        self.inner.is_end_stream()
+        self.put_back.is_empty() && self.inner.is_end_stream()
     }
 }
 

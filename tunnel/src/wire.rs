@@ -4,8 +4,7 @@
 //! request of a client, an edge from every response of an upstream. So neither a client nor an upstream can speak for the
 //! other end.
 
-#[cfg(feature = "engine")]
-use crate::engine as h2;
+use crate::engine::Reason;
 use http::HeaderName;
 
 /// ALPN of a tunnel: HTTP/2 with the roles reversed (draft-thomson-ptth-potato).
@@ -62,7 +61,7 @@ pub const DETAIL: HeaderName = HeaderName::from_static("causeway-detail");
 
 /// Code with which an edge resets a stream that its policy does not allow any more. A gateway that does not know the code
 /// treats the stream as aborted.
-pub(crate) const WITHDRAWN: h2::Reason = h2::Reason::INADEQUATE_SECURITY;
+pub(crate) const WITHDRAWN: Reason = Reason::INADEQUATE_SECURITY;
 
 /// Largest HTTP/2 frame that either end accepts, in bytes. Larger ones delay small requests beside bulk.
 pub const MAX_FRAME: u32 = 64 * 1024;
@@ -74,8 +73,8 @@ pub const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 /// Largest head or trailers that either end sends, in bytes of [`crate::headers::header_list_size`] (upstreams may send 60 KiB and
 /// more).
 pub const MAX_HEAD: usize = 256 * 1024;
-/// Maximum header list that either end accepts, in bytes: four times [`MAX_HEAD`]. h2 derives the number of accepted
-/// CONTINUATION frames from it. An octet may take 30 bits on the wire (RFC 7541, Appendix B), and one head beyond that number
+/// Maximum header list that either end accepts, in bytes: four times [`MAX_HEAD`]. The number of accepted
+/// CONTINUATION frames depends on it. An octet may take 30 bits on the wire (RFC 7541, Appendix B), and one head beyond that number
 /// of frames ends the whole tunnel.
 pub const MAX_HEADER_LIST: u32 = 1024 * 1024;
 /// Maximum number of interim responses of one stream: a 102 every 20 seconds (RFC 2518 §10.1) for five hours.
@@ -93,8 +92,5 @@ pub const MAX_GATEWAYS_PER_EDGE: u32 = 64;
 /// Maximum number of reset streams that a tunnel remembers. The peer is authenticated, and many clients may disconnect at
 /// once.
 pub const MAX_RESETS: usize = 65_536;
-/// Budget for small DATA frames, in bytes of overhead. Upstreams that respond in chunks of a few bytes are ordinary, and h2's
-/// default would end the connection after some megabytes of them.
-pub const DATA_FRAME_BUDGET: usize = usize::MAX / 4;
 /// Longest line of the control stream, in bytes.
 pub const MAX_MESSAGE: usize = 64 * 1024;

@@ -68,8 +68,9 @@ impl<R> Builder<R> {
         self
     }
 
-    /// Does nothing: small frames are joined, so they need no budget.
-    pub fn data_frame_budget(&mut self, _budget: usize) -> &mut Self {
+    /// Limits the frames of the peer that carry no part of a body. A peer that floods this end with them loses the connection.
+    pub fn limit_control_frames(&mut self) -> &mut Self {
+        self.config.limits_frames = true;
         self
     }
 }

@@ -38,11 +38,6 @@ impl Builder {
         self
     }
 
-    /// Does nothing: push is never enabled.
-    pub fn enable_push(&mut self, _enabled: bool) -> &mut Self {
-        self
-    }
-
     /// Begins HTTP/2 on a transport: writes the preface and SETTINGS, as far as it takes them.
     ///
     /// # Errors

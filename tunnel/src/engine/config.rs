@@ -16,6 +16,8 @@ pub(super) struct Config {
     pub(super) max_unaccepted_resets: usize,
     /// Number of streams that the peer may make this end reset (CVE-2025-8671).
     pub(super) max_error_resets: Option<usize>,
+    /// Whether the peer's frames without data are limited.
+    pub(super) limits_frames: bool,
 }
 
 impl Config {
@@ -28,6 +30,7 @@ impl Config {
             max_remembered_resets: 50,
             max_unaccepted_resets: 20,
             max_error_resets: Some(1024),
+            limits_frames: false,
         }
     }
 }

@@ -1,11 +1,13 @@
 //! State of a connection in both roles: settings, streams, errors and ends. A pure state machine: bytes come in by
-//! [`State::receive`], bytes go out by [`State::drain`], tasks are woken by wakers. It knows neither IO nor time.
+//! [`State::receive`], bytes go out by [`State::drain`], tasks are woken by wakers. It knows no IO, and time only for the limit of
+//! frames.
 
 use super::{
     config::Config,
     error::{Error, Initiator, Reason},
     flow::{DEFAULT_WINDOW, MAX_WINDOW, RecvWindow, SendWindow},
     frame::{self, PREFACE, Settings, flag, kind},
+    frame_limit::{self, FrameLimit},
     hpack::{Decoder, Encoder},
     message,
     ready_queue::ReadyQueue,
@@ -114,6 +116,7 @@ pub(super) struct State {
     pub(super) config: Config,
     pub(super) store: Store,
     pub(super) receiving: Receiving,
+    pub(super) frame_limit: Option<FrameLimit>,
     pub(super) decoder: Decoder,
     pub(super) encoder: Encoder,
     /// Frames that go ahead of all others.
@@ -187,6 +190,7 @@ impl State {
         Self {
             store: Store::default(),
             receiving: Receiving::new(is_server),
+            frame_limit: config.limits_frames.then(FrameLimit::new),
             decoder: Decoder::new(HEADER_TABLE),
             encoder: Encoder::new(HEADER_TABLE),
             control,
@@ -367,7 +371,7 @@ impl State {
             self.ping = UserPing::Answered;
             self.wakes.extend(self.pong_waker.take());
         } else if payload == SHUTDOWN_PING && self.last_accepted == Some(MAX_WINDOW) {
-            self.put_go_away(Reason::NO_ERROR, self.last_remote);
+            self.put_go_away(Reason::NO_ERROR, self.last_remote, &[]);
         }
     }
 
@@ -487,6 +491,9 @@ impl State {
         stream.wake_sender(self.send_window, &mut self.wakes);
         self.schedule.add(key, stream);
         self.open_local += 1;
+        if let Some(limit) = &mut self.frame_limit {
+            limit.earn_for_stream();
+        }
         let (encoder, max_frame) = (&mut self.encoder, self.peer.max_frame);
         frame::put_block(&mut self.heads, (key.id, end), max_frame, |block| {
             message::put_request(encoder, request, block);
@@ -654,22 +661,28 @@ impl State {
         if self.last_accepted.is_some() || self.end.is_some() {
             return;
         }
-        self.put_go_away(Reason::NO_ERROR, MAX_WINDOW);
+        self.put_go_away(Reason::NO_ERROR, MAX_WINDOW, &[]);
         frame::put_frame(&mut self.control, kind::PING, 0, 0, &SHUTDOWN_PING);
     }
 
     /// Queues GOAWAY. Its number is never higher than in an earlier one (RFC 9113 section 6.8).
-    fn put_go_away(&mut self, reason: Reason, last: u32) {
+    fn put_go_away(&mut self, reason: Reason, last: u32, text: &[u8]) {
         let last = self.last_accepted.map_or(last, |earlier| earlier.min(last));
         self.last_accepted = Some(last);
-        frame::put_go_away(&mut self.control, last, reason, &[]);
+        frame::put_go_away(&mut self.control, last, reason, text);
         self.has_work = true;
     }
 
     /// Ends the connection because the peer violated the protocol (RFC 9113 section 5.4.1).
     pub(super) fn fail(&mut self, reason: Reason) {
-        self.put_go_away(reason, self.last_remote);
-        let error = Error::go_away(reason, Initiator::Engine, Bytes::new());
+        let text = if reason == Reason::ENHANCE_YOUR_CALM {
+            let frames = frame_limit::frame_name(self.receiving.last_kind);
+            Bytes::from(format!("the peer floods its tunnel with {frames}"))
+        } else {
+            Bytes::new()
+        };
+        self.put_go_away(reason, self.last_remote, &text);
+        let error = Error::go_away(reason, Initiator::Engine, text);
         self.finish(Err(error.clone()), &error);
     }
 
@@ -682,7 +695,7 @@ impl State {
         let is_unused = self.has_no_senders && !self.config.is_server && self.store.is_empty();
         if is_unused || self.peer_left.is_some() || is_last_told {
             if !is_last_told {
-                self.put_go_away(Reason::NO_ERROR, self.last_remote);
+                self.put_go_away(Reason::NO_ERROR, self.last_remote, &[]);
             }
             self.finish(self.result_of_peer(), &broken_pipe());
         }

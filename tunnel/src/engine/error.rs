@@ -223,6 +223,11 @@ impl fmt::Display for Error {
                 write!(f, "stream error {}: {reason}", by(initiator))
             }
             Kind::GoAway(text, reason, initiator) => {
+                if let (Initiator::Engine, Ok(text)) = (initiator, std::str::from_utf8(text))
+                    && !text.is_empty()
+                {
+                    return f.write_str(text);
+                }
                 write!(f, "connection error {}: {reason}", by(initiator))?;
                 if text.is_empty() {
                     return Ok(());

@@ -28,6 +28,9 @@ const MIN_FREE: usize = 1 << 10;
 /// Number of turns after which other tasks of the thread run.
 const MAX_TURNS: usize = 16;
 
+/// Number of frames of the peer after which other tasks of the thread run.
+const MAX_FRAMES: usize = 1_000;
+
 /// Bytes in and out of a turn that needs no buffers: a PING and a few small frames.
 const QUIET_BYTES: usize = 256;
 /// Number of such turns after which a connection with several open streams frees its buffers.
@@ -49,6 +52,8 @@ enum Incoming {
 #[derive(Default)]
 struct Turn {
     has_more: bool,
+    /// Number of frames that were received.
+    frames: usize,
     /// Result of the connection, once all is written that can be.
     end: Option<Result<(), Error>>,
     has_failed_transport: bool,
@@ -115,6 +120,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
     }
 
     fn poll_turns(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        let mut frames = 0;
         for _ in 0..MAX_TURNS {
             let mut incoming = self.poll_read(cx);
             let is_pending = matches!(incoming, Incoming::Pending);
@@ -136,6 +142,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             }
             if is_pending && !turn.has_more {
                 return self.poll_flush(cx);
+            }
+            frames += turn.frames;
+            if frames >= MAX_FRAMES {
+                break;
             }
         }
         cx.waker().wake_by_ref();
@@ -221,7 +231,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         if !self.read.is_empty() {
             self.needed = state.receive(&mut self.read, self.buffer);
         }
-        let mut turn = Turn::default();
+        let mut turn = Turn {
+            frames: std::mem::take(&mut state.receiving.frames),
+            ..Turn::default()
+        };
         if let Incoming::End(error) = incoming {
             let is_cut = !self.read.is_empty() || state.receiving.is_inside_frame();
             let cut = is_cut.then(|| io::Error::from(io::ErrorKind::UnexpectedEof));

@@ -62,6 +62,7 @@ impl State {
             let Some(head) = Head::parse(read) else {
                 return Ok(HEAD_LEN);
             };
+            self.receiving.last_kind = head.kind;
             self.check_head(head)?;
             if head.kind == kind::DATA {
                 if head.has(flag::PADDED) && head.length == 0 {
@@ -73,6 +74,7 @@ impl State {
                 }
                 let padding = head.has(flag::PADDED).then(|| usize::from(read[HEAD_LEN]));
                 read.advance(head_len);
+                self.receiving.frames += 1;
                 self.receive_data_head(head, padding)?;
                 self.check_unsent()?;
                 continue;
@@ -81,6 +83,12 @@ impl State {
             let Some(payload) = read.get(HEAD_LEN..frame_len) else {
                 return Ok(frame_len);
             };
+            self.receiving.frames += 1;
+            if let Some(limit) = &mut self.frame_limit
+                && !limit.charge(head.kind)
+            {
+                return Err(Reason::ENHANCE_YOUR_CALM);
+            }
             self.receive_frame(head, payload)?;
             self.check_unsent()?;
             read.advance(frame_len);
@@ -376,6 +384,9 @@ impl State {
             return Err(Reason::PROTOCOL_ERROR);
         }
         self.last_remote = id;
+        if let Some(limit) = &mut self.frame_limit {
+            limit.earn_for_stream();
+        }
         // Streams behind the number of the last GOAWAY are not processed (RFC 9113 section 6.8).
         if self.last_accepted.is_some_and(|last| id > last) {
             return Ok(());

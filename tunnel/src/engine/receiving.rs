@@ -12,6 +12,10 @@ pub(super) struct Receiving {
     pub(super) data: Option<Data>,
     pub(super) block: Option<Block>,
     pub(super) empty_frames: usize,
+    /// Number of frames since the task of the connection has reset it.
+    pub(super) frames: usize,
+    /// Type of the last frame.
+    pub(super) last_kind: u8,
 }
 
 impl Receiving {
@@ -22,6 +26,8 @@ impl Receiving {
             data: None,
             block: None,
             empty_frames: 0,
+            frames: 0,
+            last_kind: 0,
         }
     }
 

@@ -29,6 +29,9 @@ impl State {
             // The end of a stream may have opened another one, whose data follows.
             self.take_heads(out);
         }
+        if let Some(limit) = &mut self.frame_limit {
+            limit.earn_for_bytes(out.len());
+        }
         self.schedule.has_frames()
             || !self.is_drained()
             || self.recv_window.is_due(self.config.connection_window)

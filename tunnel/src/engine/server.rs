@@ -18,7 +18,7 @@ use std::{
     io,
     marker::PhantomData,
     pin::Pin,
-    task::{Context, Poll},
+    task::{Context, Poll, ready},
 };
 use tokio::io::{AsyncRead, AsyncWrite};
 
@@ -81,16 +81,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B> Future for Handshake<S, B> {
         let Some(connection) = &mut self.0 else {
             return Poll::Ready(Err(Error::user("the future is complete")));
         };
-        if let Poll::Ready(result) = connection.driver.poll(cx) {
-            result?;
-            let text = "the connection was closed before its preface";
-            let error = io::Error::new(io::ErrorKind::UnexpectedEof, text);
-            return Poll::Ready(Err(Error::io(error)));
+        let polled = connection.driver.poll(cx);
+        if connection.driver.shared().lock().receiving.has_preface() {
+            // The connection returns its end itself.
+            return Poll::Ready(self.0.take().ok_or_else(gone));
         }
-        if !connection.driver.shared().lock().receiving.has_preface() {
-            return Poll::Pending;
-        }
-        Poll::Ready(self.0.take().ok_or_else(gone))
+        ready!(polled)?;
+        let text = "the connection was closed before its preface";
+        let error = io::Error::new(io::ErrorKind::UnexpectedEof, text);
+        Poll::Ready(Err(Error::io(error)))
     }
 }
 

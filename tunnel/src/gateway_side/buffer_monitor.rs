@@ -1,9 +1,8 @@
 //! Monitor of the unread bytes in a tunnel's streams, which detects more of them than an honest edge may have sent.
 //!
 //! A sample queries every stream, which is costly, so at most one is taken per [`SAMPLE_INTERVAL`]. Between two samples a
-//! fast edge could send more than its whole budget. So the monitor also makes a quick check in two cases. One is that as many
-//! bytes as the whole budget have been read. The other is that unconsumed small frames cost a part of the budget more than at
-//! the last quick check.
+//! fast edge could send more than its whole budget. So the monitor also makes a quick check each time as many bytes as the
+//! whole budget have been read.
 
 use crate::{
     buffered::{BufferedBytes, SAMPLE_INTERVAL},
@@ -14,30 +13,8 @@ use tokio::time::Instant;
 /// Number of budgets that may be unread before the monitor concludes that the edge ignores windows. A change of windows takes
 /// a round trip.
 const OVERRUN_FACTOR: usize = 4;
-/// Divisor of the budget: if small frames cost this part more, the next check is due. Ten bytes from the socket may cost
-/// hundreds.
-const RECHECK_FRACTION: usize = 4;
-/// Divisor of the budget: while small frames cost less than this part, windows do not change.
-const IGNORE_FRACTION: usize = 8;
 /// Minimum window, which each stream has in addition to the budget.
 const MIN_STREAM_WINDOW: usize = 64 << 10;
-
-/// Returns twice the cost of small frames, in bytes: h2's list of them grows by copying, and its earlier memory is freed
-/// later.
-pub(super) fn small_frame_cost(load: &TunnelLoad) -> usize {
-    load.small_frames().total_cost().saturating_mul(2)
-}
-
-/// Returns the cost of small frames, or 0 when it is below 1/8 of the budget: short bursts cost little, and windows do not
-/// follow them.
-pub(super) fn significant_small_frame_cost(load: &TunnelLoad, budget: usize) -> usize {
-    let cost = small_frame_cost(load);
-    if cost < budget / IGNORE_FRACTION {
-        0
-    } else {
-        cost
-    }
-}
 
 /// Monitor of the streams of one tunnel: the last sample, and its time.
 #[derive(Debug)]
@@ -47,8 +24,6 @@ pub(super) struct BufferMonitor {
     sampled_at: Instant,
     /// Bytes that had been read from the socket at the last quick check.
     read_at_check: u64,
-    /// Cost of small frames at the last quick check, or less, in bytes.
-    small_cost_at_check: usize,
 }
 
 impl BufferMonitor {
@@ -58,7 +33,6 @@ impl BufferMonitor {
             last_sample: BufferedBytes::default(),
             sampled_at: Instant::now(),
             read_at_check: 0,
-            small_cost_at_check: 0,
         }
     }
 
@@ -90,30 +64,18 @@ impl BufferMonitor {
     ) -> Option<usize> {
         let max_buffered =
             budget.saturating_mul(OVERRUN_FACTOR) + load.open_streams() * MIN_STREAM_WINDOW;
-        let (small_cost, checked_bytes) = (
-            load.small_frames().total_cost(),
-            self.quick_check(load, total_read, budget),
-        );
-        // The sample counts small frames only once.
-        let buffered_bytes = self
-            .last_sample
-            .total
-            .saturating_add(small_cost)
-            .max(checked_bytes);
+        let checked_bytes = self.quick_check(load, total_read, budget);
+        let buffered_bytes = self.last_sample.total.max(checked_bytes);
         (buffered_bytes > max_buffered).then_some(buffered_bytes)
     }
 
     /// Returns the bytes that the streams hold if much has arrived since the last quick check, else 0.
     fn quick_check(&mut self, load: &TunnelLoad, total_read: u64, budget: usize) -> usize {
-        let small_cost = load.small_frames().total_cost();
-        self.small_cost_at_check = self.small_cost_at_check.min(small_cost);
-        if total_read - self.read_at_check < budget as u64
-            && small_cost - self.small_cost_at_check < budget / RECHECK_FRACTION
-        {
+        if total_read - self.read_at_check < budget as u64 {
             return 0;
         }
-        (self.read_at_check, self.small_cost_at_check) = (total_read, small_cost);
-        load.unread_bytes() + small_frame_cost(load)
+        self.read_at_check = total_read;
+        load.unread_bytes()
     }
 
     /// Whether any stream can hold bytes. A tunnel that has only its control stream is woken by probes alone, because control

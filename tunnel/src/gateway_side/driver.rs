@@ -2,20 +2,15 @@
 //!
 //! The driver moves the connection, probes it, detects its silence and sizes its windows. Only the driver initiates PING and
 //! SETTINGS, and at most one of them is outstanding (invariant 11). Otherwise two ends that each wait to write a control
-//! frame could hang for ever. h2 does not report the acknowledgement of SETTINGS, but refuses new SETTINGS until then. While
+//! frame could hang for ever. The engine does not report the acknowledgement of SETTINGS, but refuses new SETTINGS until then. While
 //! an acknowledgement may be missing, the driver sends SETTINGS that change nothing as the next probe.
 
 use super::{
-    GatewaySideConfig, Inner, Tunnel,
-    buffer_monitor::{self, BufferMonitor},
-    window_grant::GrantBackoff,
+    GatewaySideConfig, Inner, Tunnel, buffer_monitor::BufferMonitor, window_grant::GrantBackoff,
 };
-#[cfg(feature = "engine")]
-use crate::engine as h2;
 use crate::{
-    cork::Cork,
+    engine::{self, Ping, PingPong},
     error::TunnelEnd,
-    flood::{FloodGuardedIo, guard_io},
     flow_control,
     liveness::{Keepalive, KeepaliveAction},
     load::TunnelLoad,
@@ -24,7 +19,6 @@ use crate::{
 use bytes::Bytes;
 use causeway_rt::socket::IoActivity;
 use futures_util::FutureExt;
-use h2::{Ping, PingPong};
 use std::{
     collections::VecDeque,
     future::Future,
@@ -66,8 +60,11 @@ where
         config.node_budget.clone(),
         config.memory_budget.clone(),
     ));
-    let cork = Cork::new(io);
-    let (sender, mut connection) = h2::client::Builder::new()
+    let mut builder = engine::client::Builder::new();
+    if !config.is_trusted {
+        builder.limit_control_frames();
+    }
+    let (sender, mut connection) = builder
         .initial_window_size(window)
         .initial_connection_window_size(wire::CONNECTION_WINDOW)
         .max_frame_size(wire::MAX_FRAME)
@@ -75,17 +72,10 @@ where
         .max_concurrent_reset_streams(wire::MAX_RESETS)
         .max_pending_accept_reset_streams(wire::MAX_RESETS)
         .max_local_error_reset_streams(None)
-        .data_frame_budget(wire::DATA_FRAME_BUDGET)
         .initial_max_send_streams(1)
-        .enable_push(false)
-        .handshake(guard_io(
-            cork.clone(),
-            load.small_frames().clone(),
-            config.is_trusted,
-        ))
+        .handshake(io)
         .await
         .map_err(|error| TunnelEnd::from_result(Err(error)))?;
-    cork.cork();
     let ping_pong = connection
         .ping_pong()
         .ok_or_else(|| TunnelEnd::Failed("the HTTP/2 PING handle is not available".into()))?;
@@ -99,7 +89,6 @@ where
     let buffer_monitor = BufferMonitor::new(config.control_streams);
     let driver = ConnectionDriver {
         connection,
-        cork,
         ping_pong,
         shared,
         traffic,
@@ -127,7 +116,7 @@ enum PendingControlFrame {
     Idle,
     /// A PING, sent at this time.
     Ping(Instant),
-    /// SETTINGS. h2 does not report their acknowledgement.
+    /// SETTINGS. The engine does not report their acknowledgement.
     Settings,
     /// A window grant: the edge may change its window.
     WindowGrant,
@@ -136,8 +125,7 @@ enum PendingControlFrame {
 /// The task that owns a tunnel's connection on the gateway's side.
 #[derive(Debug)]
 pub struct ConnectionDriver<S: AsyncRead + AsyncWrite + Unpin> {
-    connection: h2::client::Connection<FloodGuardedIo<Cork<S>>, Bytes>,
-    cork: Cork<S>,
+    connection: engine::client::Connection<S, Bytes>,
     ping_pong: PingPong,
     shared: Arc<Inner>,
     traffic: Arc<IoActivity>,
@@ -202,7 +190,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
             if let Poll::Ready(result) = self.connection.poll_unpin(cx) {
                 return Poll::Ready(TunnelEnd::from_result(result));
             }
-            self.cork.uncork(cx);
             let now = Instant::now();
             if let Poll::Ready(pong) = self.ping_pong.poll_pong(cx) {
                 match pong {
@@ -269,7 +256,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
         }
     }
 
-    /// Sends a PING, or SETTINGS that change nothing if earlier SETTINGS may still be outstanding. h2 refuses new SETTINGS in
+    /// Sends a PING, or SETTINGS that change nothing if earlier SETTINGS may still be outstanding. The engine refuses new SETTINGS in
     /// that case.
     fn send_probe(&mut self, now: Instant, last_read: Instant) -> bool {
         let is_quiet =
@@ -376,12 +363,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
             return 0;
         }
         let stalled_bytes = self.shared.load.node_budget().stalled_bytes();
-        // Small frames cost more memory than a window counts, so an honest edge is slowed down before the limit.
-        let small_frame_cost =
-            buffer_monitor::significant_small_frame_cost(&self.shared.load, self.config.budget);
-        self.config
-            .budget
-            .saturating_sub(stalled_bytes.max(small_frame_cost))
+        self.config.budget.saturating_sub(stalled_bytes)
     }
 
     /// Changes the windows of both ends if the number of streams, the round trip or the unread bytes require it. Returns

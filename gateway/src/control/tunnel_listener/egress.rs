@@ -22,7 +22,6 @@ use causeway_certs::NodeName;
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
     TunnelEnd,
-    control_frame_limit::ControlFrameLimiter,
     edge_side::{self, EdgeSide, EdgeSideConfig, IncomingStream},
     liveness::KeepaliveConfig,
     refusal,
@@ -89,12 +88,10 @@ impl HandshakeContext {
             max_streams: MAX_STREAMS,
             round_trip,
             memory_budget: admission.memory_budget.clone(),
-            permits_many_resets: false,
+            is_trusted: false,
             ..EdgeSideConfig::default()
         };
         let traffic = io.get_ref().0.traffic();
-        // The error of the connection is logged when it ends.
-        let io = ControlFrameLimiter::new(io, || {});
         let accepting = edge_side::accept(io, traffic, config);
         let accepted = link.replaced.run_until_cancelled(accepting).await;
         let Some(accepted) = accepted else {
@@ -105,6 +102,7 @@ impl HandshakeContext {
             Ok(connection) => {
                 serve_streams(connection, &link, (&node, rejection)).await;
             }
+            Err(end @ TunnelEnd::Failed(_)) => log_failure(&link.usage, &node, &end),
             Err(error) => {
                 debug!(%node, %error, "the egress connection of {node} ended at its start");
             }
@@ -147,9 +145,8 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
                     let span = info_span!("egress", %node, target = %request.target);
                     streams.spawn(span, (link.serve_stream)(*request));
                 }
-                Ok(IncomingStream::Control(_)) => {
-                    debug!(%node, "refused a control stream on the egress connection of {node}");
-                }
+                // Refused below.
+                Ok(IncomingStream::Control(_)) => {}
                 // The node violates the protocol or floods, or its connection failed.
                 Err(end @ TunnelEnd::Failed(_)) => return log_failure(&link.usage, node, &end),
                 Err(end) => return debug!(%node, %end, "the egress connection of {node} ended"),

@@ -272,7 +272,6 @@ macro_rules! implementation {
                     .max_frame_size(plan.max_frame)
                     .max_concurrent_reset_streams(1000)
                     .initial_max_send_streams(1)
-                    .enable_push(false)
                     .handshake::<_, Bytes>(io)
                     .await
                     .unwrap();

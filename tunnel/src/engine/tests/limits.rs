@@ -2,13 +2,27 @@
 
 use super::{
     super::{
+        client,
         error::Reason,
         frame::{flag, kind},
+        frame_limit::FrameLimit,
         message,
     },
-    raw::{Peer, Verdict, data, frame, headers, request, reset, settings},
+    raw::{Peer, Verdict, data, frame, headers, request, reset, settings, window_update},
 };
+use crate::io_observer::{IoObserver, ObservedIo};
 use Verdict::{Accepted, Connection, Stream};
+use bytes::Bytes;
+use std::{
+    io,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+    task::{Context, Waker},
+};
+use tokio::io::AsyncWriteExt;
 
 const CALM: Verdict = Connection(Reason::ENHANCE_YOUR_CALM);
 
@@ -96,6 +110,71 @@ fn floods_of_continuation_end_the_connection() {
         assert!(count.count() < 300);
         assert_eq!(peer.verdict(&[]), CALM);
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn frames_without_data_are_limited_and_paid_by_traffic() {
+    let unknown = frame(200, 0, 0, &[]);
+    let rare = (unknown, 10_000, "frames of rare kinds");
+    let updates = (window_update(0, 1), 100_000, "WINDOW_UPDATE");
+    for (bytes, limit, name) in [rare, updates] {
+        let mut peer = Peer::of_client();
+        peer.state.frame_limit = Some(FrameLimit::new());
+        for _ in 0..limit {
+            peer.feed(&bytes);
+        }
+        assert!(peer.state.end.is_none());
+        let head = http::Request::get("http://a/").body(()).unwrap();
+        peer.state.send_request(head, true).unwrap();
+        // The stream pays for eight frames.
+        for _ in 0..8 {
+            peer.feed(&window_update(0, 1));
+        }
+        assert!(peer.state.end.is_none());
+        peer.feed(&bytes);
+        let frames = peer.take();
+        let last = frames.iter().find(|frame| frame.kind == kind::GOAWAY);
+        let text = &last.unwrap().payload[8..];
+        let expected = format!("the peer floods its tunnel with {name}");
+        assert_eq!(text, expected.as_bytes());
+        let error = peer.state.end.unwrap().unwrap_err();
+        assert_eq!(error.to_string(), expected);
+    }
+    // A peer that is trusted pays nothing.
+    let mut peer = Peer::of_client();
+    for _ in 0..200_000 {
+        peer.feed(&window_update(0, 1));
+    }
+    assert!(peer.state.end.is_none());
+}
+
+/// Counts the bytes that are read.
+struct ReadCounter(Arc<AtomicUsize>);
+
+impl IoObserver for ReadCounter {
+    fn on_read(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.0.fetch_add(bytes.len(), Relaxed);
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn a_peer_that_sends_thousands_of_frames_yields_to_other_tasks() {
+    let (near, mut far) = tokio::io::duplex(1 << 20);
+    let read = Arc::<AtomicUsize>::default();
+    let io = ObservedIo::new(near, ReadCounter(read.clone()));
+    let builder = client::Builder::new();
+    let (_sender, mut connection) = builder.handshake::<_, Bytes>(io).await.unwrap();
+    let update = window_update(0, 1);
+    let flood = [settings(&[]), update.repeat(10_000)].concat();
+    far.write_all(&flood).await.unwrap();
+    let mut cx = Context::from_waker(Waker::noop());
+    let mut polls = 0;
+    while read.load(Relaxed) < flood.len() {
+        assert!(Pin::new(&mut connection).poll(&mut cx).is_pending());
+        polls += 1;
+    }
+    assert!(polls > 4, "{polls}");
 }
 
 #[test]

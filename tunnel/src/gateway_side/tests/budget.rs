@@ -154,13 +154,11 @@ async fn stalled_small_frames_shrink_windows_and_end_no_stream() {
     let sent = join_all(sending).await;
     let stalled: usize = sent.iter().sum();
     let windows = BUDGET - 6 * FLOOR;
-    // The engine joins small frames, which then cost no more than their bytes.
-    let limit = if cfg!(feature = "engine") {
-        windows + 6 * FLOOR
-    } else {
-        windows / 2
-    };
-    assert!(stalled < limit, "{stalled} bytes for no stream");
+    // Small frames are joined, and cost no more than their bytes.
+    assert!(
+        stalled < windows + 6 * FLOOR,
+        "{stalled} bytes for no stream"
+    );
 
     // The whole budget is available to the next streams.
     for ((answer, _send), sent) in all.into_iter().zip(sent) {
