@@ -272,7 +272,8 @@ impl State {
 
     fn end_data(&mut self, data: Data) {
         let Some(key) = data.stream else { return };
-        let Some(stream) = self.store.get(key) else {
+        // A stream that was reset within the frame has lost a part of the payload, so it does not end in order.
+        let Some(stream) = self.store.get(key).filter(|stream| stream.error.is_none()) else {
             return;
         };
         if data.end_stream {
