@@ -595,6 +595,10 @@ impl State {
         if by == 0 {
             return self.stream_error(head.stream, Reason::PROTOCOL_ERROR);
         }
+        // The window of a stream that sends no more does not follow the peer's SETTINGS, so it may differ from the peer's.
+        if stream.end_sent {
+            return Ok(());
+        }
         if !stream.send_window.change(i64::from(by)) {
             return self.stream_error(head.stream, Reason::FLOW_CONTROL_ERROR);
         }
