@@ -7,6 +7,8 @@
 
 pub mod client;
 pub mod ext;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 pub mod server;
 
 mod builder;

@@ -289,9 +289,10 @@ impl<S, B> Connection<S, B> {
     }
 }
 
-#[cfg(test)]
+#[cfg(any(test, feature = "fuzzing"))]
 impl<S: AsyncRead + AsyncWrite + Unpin, B> Connection<S, B> {
-    pub(super) fn buffered_memory(&self) -> usize {
+    /// Returns the size of all buffers, in bytes.
+    pub fn buffered_memory(&self) -> usize {
         self.driver.buffered_memory()
     }
 }

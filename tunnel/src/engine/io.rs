@@ -274,7 +274,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
     }
 
     /// Returns the size of all buffers.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "fuzzing"))]
     pub(super) fn buffered_memory(&self) -> usize {
         let state = self.shared.lock();
         let frames = state.control.capacity() + state.heads.capacity();

@@ -280,7 +280,8 @@ impl State {
 
     fn end_data(&mut self, data: Data) {
         let Some(key) = data.stream else { return };
-        let Some(stream) = self.store.get(key) else {
+        // A stream that was reset within the frame has lost a part of the payload, so it does not end in order.
+        let Some(stream) = self.store.get(key).filter(|stream| stream.error.is_none()) else {
             return;
         };
         if data.end_stream {
@@ -604,6 +605,10 @@ impl State {
         };
         if by == 0 {
             return self.stream_error(head.stream, Reason::PROTOCOL_ERROR);
+        }
+        // The window of a stream that sends no more does not follow the peer's SETTINGS, so it may differ from the peer's.
+        if stream.end_sent {
+            return Ok(());
         }
         if !stream.send_window.change(i64::from(by)) {
             return self.stream_error(head.stream, Reason::FLOW_CONTROL_ERROR);

@@ -151,6 +151,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B> Connection<S, B> {
         Poll::Ready(Some(Ok((request, respond))))
     }
 
+    /// Returns the size of all buffers, in bytes.
+    #[cfg(feature = "fuzzing")]
+    pub fn buffered_memory(&self) -> usize {
+        self.driver.buffered_memory()
+    }
+
     /// Returns the next request, see [`Connection::poll_accept`].
     pub async fn accept(&mut self) -> Option<Result<Accepted<B>, Error>> {
         std::future::poll_fn(|cx| self.poll_accept(cx)).await

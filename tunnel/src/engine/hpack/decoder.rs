@@ -62,8 +62,8 @@ impl Decoder {
     }
 
     /// Size of the dynamic table (RFC 7541 section 4.1).
-    #[cfg(test)]
-    pub(super) fn table_size(&self) -> usize {
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn table_size(&self) -> usize {
         self.table.size
     }
 

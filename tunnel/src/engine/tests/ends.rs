@@ -3,8 +3,10 @@
 use super::{
     super::{
         Error, Ping, Reason, client,
+        error::Initiator,
         frame::{PREFACE, flag, kind},
         server,
+        streams::Half,
     },
     raw::{Peer, data, frame, headers, request, settings},
 };
@@ -220,6 +222,23 @@ fn waiting_requests_end_when_the_peer_leaves() {
 }
 
 /// Returns the code of the only `RST_STREAM` frame that the state machine writes.
+#[test]
+fn a_stream_that_is_reset_inside_a_frame_has_no_orderly_end() {
+    let mut peer = Peer::of_server(|_| {});
+    peer.feed(&request(1, false, &[]));
+    let (key, _) = peer.state.next_request().unwrap();
+    let last = data(1, true, b"the whole");
+    peer.feed(&last[..12]);
+    peer.state.reset(key, Reason::CANCEL, Initiator::User);
+    peer.feed(&last[12..]);
+    let stream = peer.state.store.get(key).unwrap();
+    assert_eq!(
+        stream.recv,
+        Half::Open,
+        "a reader would take a part for all"
+    );
+}
+
 fn reset_code(peer: &mut Peer) -> Option<Reason> {
     let frames = peer.take();
     let mut resets = frames.iter().filter(|frame| frame.kind == kind::RST_STREAM);

@@ -478,6 +478,12 @@ fn windows_of_ended_streams_do_not_change() {
         assert_eq!(peer.verdict(&[most]), Accepted);
         assert_eq!(peer.verdict(&[settings(&[(4, 65_536)])]), verdict);
     }
+    let mut peer = Peer::of_client();
+    let head = http::Request::get("http://a/").body(()).unwrap();
+    peer.state.send_request(head, true).unwrap();
+    let smaller = settings(&[(4, 0)]);
+    let most = window_update(1, (1 << 31) - 1);
+    assert_eq!(peer.verdict(&[smaller, most]), Accepted);
 }
 
 #[test]

@@ -1,0 +1,3 @@
+//! Parts that several fuzz targets share.
+
+pub mod http2;
