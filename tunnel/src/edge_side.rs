@@ -31,6 +31,9 @@ use tokio::{
     time::{Instant, Sleep, sleep_until},
 };
 
+/// Largest header list of a peer that is no gateway, in bytes. Its requests are CONNECTs.
+const MAX_UNTRUSTED_HEADER_LIST: u32 = 32 << 10;
+
 /// Configuration of the edge's end of a tunnel.
 #[derive(Clone, Debug)]
 pub struct EdgeSideConfig {
@@ -192,17 +195,19 @@ where
     let mut builder = engine::server::Builder::new();
     if config.is_trusted {
         builder
+            .max_header_list_size(wire::MAX_HEADER_LIST)
             .max_concurrent_reset_streams(wire::MAX_RESETS)
             .max_pending_accept_reset_streams(wire::MAX_RESETS)
             .max_local_error_reset_streams(None);
     } else {
-        builder.limit_control_frames();
+        builder
+            .max_header_list_size(MAX_UNTRUSTED_HEADER_LIST)
+            .limit_control_frames();
     }
     let handshake = builder
         .initial_window_size(window)
         .initial_connection_window_size(wire::CONNECTION_WINDOW)
         .max_frame_size(wire::MAX_FRAME)
-        .max_header_list_size(wire::MAX_HEADER_LIST)
         .max_concurrent_streams(config.max_streams)
         .enable_connect_protocol()
         .handshake(io);

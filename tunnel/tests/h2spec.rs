@@ -1,5 +1,7 @@
 //! Conformance of the tunnel's own HTTP/2 engine, in the role of an edge, to RFC 9113 and RFC 7541, checked by h2spec.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+
 use bytes::Bytes;
 use causeway_tunnel::{
     engine::{Error, RecvStream, server},

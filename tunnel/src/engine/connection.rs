@@ -135,7 +135,9 @@ pub(super) struct State {
     /// Window in SETTINGS that the peer has not acknowledged.
     pub(super) unacknowledged: Option<u32>,
 
-    pub(super) next_id: u32,
+    next_id: u32,
+    /// Highest number of a stream that this end has opened on the wire.
+    pub(super) last_local: u32,
     pub(super) last_remote: u32,
     pub(super) open_local: usize,
     pub(super) open_remote: usize,
@@ -204,6 +206,7 @@ impl State {
             local_window: DEFAULT_WINDOW,
             unacknowledged: Some(settings.window()),
             next_id: if is_server { 2 } else { 1 },
+            last_local: 0,
             last_remote: 0,
             open_local: 0,
             open_remote: 0,
@@ -439,12 +442,6 @@ impl State {
         None
     }
 
-    /// Returns the first number of this end's streams that the peer does not know.
-    pub(super) fn first_idle(&self) -> u32 {
-        let waiting = self.waiting.front().map(|(key, ..)| key.id);
-        waiting.unwrap_or(self.next_id)
-    }
-
     /// Opens a stream with two handles.
     pub(super) fn send_request(&mut self, request: Request<()>, end: bool) -> Result<Key, Error> {
         if let Some(error) = &self.error {
@@ -494,6 +491,7 @@ impl State {
         if let Some(limit) = &mut self.frame_limit {
             limit.earn_for_stream();
         }
+        self.last_local = key.id;
         let (encoder, max_frame) = (&mut self.encoder, self.peer.max_frame);
         frame::put_block(&mut self.heads, (key.id, end), max_frame, |block| {
             message::put_request(encoder, request, block);
@@ -561,7 +559,6 @@ impl State {
             &mut self.heads
         };
         frame::put_reset(out, id, reason);
-        self.unsent.resets += 1;
         self.has_work = true;
         self.resets.add(id, self.config.max_remembered_resets);
     }

@@ -149,15 +149,17 @@ impl State {
     /// Whether neither end has opened the stream (RFC 9113 section 5.1.1).
     fn is_idle(&self, id: u32) -> bool {
         let is_local = id.is_multiple_of(2) == self.config.is_server;
-        if is_local {
-            id >= self.first_idle()
+        let last = if is_local {
+            self.last_local
         } else {
-            id > self.last_remote
-        }
+            self.last_remote
+        };
+        id > last
     }
 
     /// Resets a stream because of the peer's violation (RFC 9113 section 5.4.2).
     fn stream_error(&mut self, id: u32, reason: Reason) -> Result<(), Reason> {
+        self.unsent.resets += 1;
         match self.store.find(id) {
             Some(key) => self.reset(key, reason, Initiator::Engine),
             None => self.put_reset(id, reason),

@@ -130,15 +130,22 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B> Connection<S, B> {
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Accepted<B>, Error>>> {
+        // Nothing more is read while a request waits, so that the heads of a fast peer do not pile up.
+        if let Some(accepted) = self.next_request() {
+            return Poll::Ready(Some(Ok(accepted)));
+        }
         if let Poll::Ready(result) = self.driver.poll(cx) {
             return Poll::Ready(result.err().map(Err));
         }
+        self.next_request()
+            .map_or(Poll::Pending, |accepted| Poll::Ready(Some(Ok(accepted))))
+    }
+
+    fn next_request(&mut self) -> Option<Accepted<B>> {
         if !self.driver.has_requests {
-            return Poll::Pending;
+            return None;
         }
-        let Some((key, request)) = self.driver.with(super::connection::State::next_request) else {
-            return Poll::Pending;
-        };
+        let (key, request) = self.driver.with(super::connection::State::next_request)?;
         let handle = || StreamRef {
             shared: self.driver.shared().clone(),
             key,
@@ -148,7 +155,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B> Connection<S, B> {
             _data: PhantomData,
         };
         let request = request.map(|()| RecvStream::new(handle()));
-        Poll::Ready(Some(Ok((request, respond))))
+        Some((request, respond))
     }
 
     /// Returns the size of all buffers, in bytes.

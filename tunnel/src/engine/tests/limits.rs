@@ -3,10 +3,10 @@
 use super::{
     super::{
         client,
-        error::Reason,
-        frame::{flag, kind},
+        error::{Initiator, Reason},
+        frame::{PREFACE, flag, kind},
         frame_limit::FrameLimit,
-        message,
+        message, server,
     },
     raw::{Peer, Verdict, data, frame, headers, request, reset, settings, window_update},
 };
@@ -175,6 +175,43 @@ async fn a_peer_that_sends_thousands_of_frames_yields_to_other_tasks() {
         polls += 1;
     }
     assert!(polls > 4, "{polls}");
+}
+
+#[tokio::test]
+async fn nothing_is_read_while_requests_wait() {
+    let (near, mut far) = tokio::io::duplex(4 << 20);
+    let read = Arc::<AtomicUsize>::default();
+    let io = ObservedIo::new(near, ReadCounter(read.clone()));
+    let requests: Vec<u8> = (0..50_000)
+        .flat_map(|index| request(index * 2 + 1, true, &[]))
+        .collect();
+    let start = [PREFACE, &settings(&[])[..], &requests].concat();
+    far.write_all(&start).await.unwrap();
+    let mut server = server::Builder::new()
+        .handshake::<_, Bytes>(io)
+        .await
+        .unwrap();
+    let mut accepted = vec![server.accept().await.unwrap().unwrap()];
+    let read_first = read.load(Relaxed);
+    assert!(read_first < start.len() / 4, "{read_first}");
+    for _ in 0..1_000 {
+        accepted.push(server.accept().await.unwrap().unwrap());
+    }
+    assert_eq!(read.load(Relaxed), read_first);
+}
+
+#[test]
+fn resets_by_the_user_are_no_flood_of_the_peer() {
+    let mut peer = Peer::of_client();
+    peer.feed(&settings(&[(3, 1 << 20)]));
+    peer.take();
+    for _ in 0..30_000 {
+        let head = http::Request::get("http://a/").body(()).unwrap();
+        let key = peer.state.send_request(head, false).unwrap();
+        peer.state.reset(key, Reason::CANCEL, Initiator::User);
+    }
+    peer.feed(&window_update(0, 1));
+    assert!(peer.state.end.is_none());
 }
 
 #[test]

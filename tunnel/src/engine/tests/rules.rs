@@ -119,6 +119,20 @@ fn frames_on_idle_streams_end_the_connection() {
 }
 
 #[test]
+fn requests_that_were_never_sent_are_idle_streams() {
+    let mut peer = Peer::of_client();
+    peer.feed(&settings(&[(3, 1)]));
+    let head = || http::Request::get("http://a/").body(()).unwrap();
+    for _ in 0..2 {
+        peer.state.send_request(head(), true).unwrap();
+    }
+    let last = [0, 0, 0, 1, 0, 0, 0, 0];
+    peer.feed(&frame(kind::GOAWAY, 0, 0, &last));
+    let verdict = peer.verdict(&[headers(3, true, &[(":status", "200")])]);
+    assert_eq!(verdict, Connection(Reason::PROTOCOL_ERROR));
+}
+
+#[test]
 fn malformed_requests_are_reset() {
     let malformed = Stream(1, Reason::PROTOCOL_ERROR);
     for more in [
