@@ -220,8 +220,10 @@ impl Kubernetes {
             .as_deref()
             .and_then(|state| state.split_once('/'));
         let rest = state.and_then(|(_, name)| self.ca_secret.strip_prefix(name));
-        let number = |rest: &str| rest.strip_prefix('-')?.parse::<u8>().ok();
-        if rest.is_some_and(|rest| rest.is_empty() || number(rest).is_some()) {
+        let is_number = |text: &str| text.parse::<u8>().is_ok_and(|number| number < 16);
+        let is_entries =
+            |rest: &str| rest.is_empty() || rest.strip_prefix('-').is_some_and(is_number);
+        if rest.is_some_and(is_entries) {
             let message = "is one of the 16 Secrets of kubernetes.state; use another name";
             faults.add("kubernetes.ca_secret", message);
         }
@@ -496,6 +498,7 @@ mod tests {
         for (state, ca, part) in [
             ("a/causeway-state", "causeway-ca", None),
             ("a/causeway-state", "causeway-state-ca", None),
+            ("a/causeway-state", "causeway-state-16", None),
             ("a/causeway-state", "causeway-state", Some("one of the 16")),
             (
                 "a/causeway-state",

@@ -49,8 +49,8 @@ struct ApiState {
     writes_left: Option<usize>,
     /// Whether all requests fail.
     down: bool,
-    /// Verb that is refused for the Secret with the CA.
-    refused: Option<&'static str>,
+    /// Verbs that are refused for the Secret with the CA.
+    refused: &'static [&'static str],
     reads: usize,
     writes: usize,
 }
@@ -136,12 +136,13 @@ impl Api {
             let status = json!({ "kind": "Status", "status": "Failure", "code": code, "reason": reason, "message": format!("{reason} {path}") });
             (code, status)
         };
-        let verb = if *method == Method::PUT {
-            "update"
-        } else {
-            "get"
+        let verb = match *method {
+            Method::PUT => "update",
+            _ if path.ends_with("/secrets") => "list",
+            _ => "get",
         };
-        if path.ends_with(CA_NAME) && self.state().refused == Some(verb) {
+        let is_of_ca = path.ends_with(CA_NAME) || query.contains(CA_NAME);
+        if is_of_ca && self.state().refused.contains(&verb) {
             let (code, mut status) = failure(403, "Forbidden");
             status["message"] = json!(format!(
                 "secrets \"{CA_NAME}\" is forbidden: User \"gateway\" cannot {verb} resource \"secrets\" in API group \"\" in the namespace \"{NAMESPACE}\""
@@ -621,6 +622,9 @@ async fn a_gateway_does_not_take_new_content_for_the_removal_of_all_entries() {
     assert!(why.contains("keeps its copy"), "{why}");
 }
 
+/// Step of a change of the CA.
+type CaStep = fn(Ca) -> Result<(Ca, RotationStep), CaError>;
+
 /// Gateway with a data directory and an engine of its own.
 struct TestGateway {
     folder: tempfile::TempDir,
@@ -641,7 +645,7 @@ impl TestGateway {
     }
 
     /// Changes the CA of the data directory as a command does.
-    fn change_ca(&self, step: fn(Ca) -> Result<(Ca, RotationStep), CaError>) {
+    fn change_ca(&self, step: CaStep) {
         let step = |ca| Ok::<_, StoreError>(step(ca).unwrap());
         self.store.change_ca(step).unwrap();
     }
@@ -691,7 +695,7 @@ impl TestGateway {
 
     fn has_node(&self, node: &str) -> bool {
         let nodes = self.store.nodes().all().unwrap();
-        nodes.iter().any(|record| record.node.as_ref() == node)
+        nodes.iter().any(|record| record.node.to_string() == node)
     }
 }
 
@@ -754,12 +758,13 @@ async fn a_rotation_at_one_gateway_is_at_the_other_and_at_one_that_is_replaced()
         gateway.shared.synchronize().await.unwrap();
     }
     assert_eq!(one.roots(), two.roots());
-    for (step, number) in [
-        (Ca::prepare as fn(Ca) -> _, 0),
+    let steps: [(CaStep, usize); 4] = [
+        (Ca::prepare, 0),
         (Ca::activate, 1),
         (Ca::retire, 0),
         (Ca::request_listener_ca, 1),
-    ] {
+    ];
+    for (step, number) in steps {
         let (here, there) = if number == 0 {
             (&one, &two)
         } else {
@@ -777,9 +782,9 @@ async fn a_rotation_at_one_gateway_is_at_the_other_and_at_one_that_is_replaced()
     let next = TestGateway::start(&api);
     next.shared.synchronize().await.unwrap();
     assert_eq!(next.roots(), two.roots());
-    let request = |store: &Store| store.ca().unwrap().unwrap().listener_request_pem().unwrap();
-    assert!(request(&next.store).is_some());
-    assert_eq!(request(&next.store), request(&two.store));
+    assert!(next.files() == two.files());
+    let ca = next.store.ca().unwrap().unwrap();
+    assert!(ca.listener_request_pem().unwrap().is_some());
 }
 
 #[tokio::test(start_paused = true)]
@@ -820,10 +825,13 @@ async fn a_refused_verb_is_named_and_stops_no_other_entry() {
     for gateway in [&one, &two] {
         gateway.shared.synchronize().await.unwrap();
     }
-    for (verb, node) in [("update", "edge-1"), ("get", "edge-2")] {
+    for (verb, refused, node) in [
+        ("update", &["update"][..], "edge-1"),
+        ("get", &["get", "list"], "edge-2"),
+    ] {
         one.change_ca(Ca::prepare);
         one.add_node(node);
-        api.state().refused = Some(verb);
+        api.state().refused = refused;
         // A gateway that has just started has no copy of the Secret in memory.
         let started = SharedState::new(Arc::new(api.engine()), one.store.clone(), true);
         let why = started.synchronize().await.unwrap_err().to_string();
@@ -836,7 +844,7 @@ async fn a_refused_verb_is_named_and_stops_no_other_entry() {
         }
         two.synchronize_until(|| two.has_node(node)).await;
     }
-    api.state().refused = None;
+    api.state().refused = &[];
     one.shared.synchronize().await.unwrap();
     two.synchronize_until(|| one.files() == two.files()).await;
 }
