@@ -409,8 +409,11 @@ impl SharedState {
             expected: remote,
             value: local,
         };
-        let conflicts = self.0.engine.write(vec![change]).await?;
-        Ok((!conflicts.is_empty(), None))
+        match self.0.engine.write(vec![change]).await {
+            Ok(conflicts) => Ok((!conflicts.is_empty(), None)),
+            // The engine may store the CA apart from the other entries.
+            Err(error) => Ok((false, Some(SyncError::Ca(error.to_string())))),
+        }
     }
 
     /// Runs a disk operation on a thread that may block.

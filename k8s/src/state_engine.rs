@@ -1,11 +1,15 @@
 //! Engine that stores the shared state of gateways in Secrets of a cluster.
 //!
-//! There are [`SHARDS`] Secrets: `NAME`, `NAME-1` to `NAME-15`. `shard` defines which entry is in which Secret. A Secret has its
-//! entries in one data key. A write names the version of the Secret that was read, so that a write of another gateway in
-//! between is detected. Each gateway watches all Secrets (`cache`).
+//! There are [`SHARDS`] Secrets of entries: `NAME`, `NAME-1` to `NAME-15`. `shard` defines which entry is in which Secret. A
+//! Secret has its entries in one data key. A write names the version of the Secret that was read, so that a write of another
+//! gateway in between is detected. Each gateway watches all Secrets (`cache`).
 //!
-//! The manifests make the Secrets without content, and never remove content when they are applied again. `content` fills
-//! empty Secrets, and moves the state of the earlier format. The state is complete if each Secret exists and has entries:
+//! The CA is in one more Secret, which the operator makes (`causeway k8s ca-secret`) before the first gateway starts. That
+//! Secret is complete by itself: a gateway whose state is not loaded reads the CA there, and a fault of it stops no other entry.
+//! If it is empty, the first gateway with a CA fills it.
+//!
+//! The manifests make the Secrets of entries without content, and never remove content when they are applied again. `content`
+//! fills empty Secrets, and moves the state of the earlier format. The state is complete if each Secret exists and has entries:
 //! - A missing Secret is an error, and not the removal of its entries.
 //! - A Secret without entries was deleted and made again, or replaced by the manifest. A gateway that has loaded the state
 //!   before writes the entries back. Without such a gateway it is an error, unless all Secrets are empty.
@@ -16,17 +20,15 @@ mod shard;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use shard::SHARDS;
-
 use crate::client::error_message;
 use cache::{Cache, Observed};
 use causeway_certs::{Entries, EntryChange};
 use causeway_gateway::shared_state::{EngineError, StateEngine, results_of_keys};
 use causeway_rt::task::TaskGroup;
-use futures_util::future::{BoxFuture, FutureExt, join_all, try_join_all};
+use futures_util::future::{BoxFuture, FutureExt, join, join_all, try_join_all};
 use k8s_openapi::api::core::v1::Secret;
 use kube::{Api, Client, api::PostParams};
-use shard::{MAX_SECRET_BYTES, PREPARED_KEY, ShardObject, shard_index, shard_name};
+use shard::{CA_SECRET, PREPARED_KEY, SHARDS, SecretNames, ShardObject, shard_index};
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt,
@@ -50,7 +52,7 @@ const NOT_A_READ: u64 = u64::MAX;
 pub struct SecretEngine {
     api: Api<Secret>,
     namespace: String,
-    name: String,
+    names: SecretNames,
     cache: Arc<Cache>,
     _watches: TaskGroup,
 }
@@ -63,20 +65,24 @@ enum Written {
 }
 
 impl SecretEngine {
-    /// Returns an engine for the Secrets `name` to `name-15`, and starts its watches. It must be called on a runtime. The watches
-    /// end when the engine is dropped.
-    pub fn new(client: Client, namespace: &str, name: &str) -> Self {
+    /// Returns an engine for the Secrets `name` to `name-15` and the Secret `ca` with the CA, and starts its watches. It must be
+    /// called on a runtime. The watches end when the engine is dropped.
+    pub fn new(client: Client, namespace: &str, name: &str, ca: &str) -> Self {
         let api = Api::<Secret>::namespaced(client, namespace);
         let cache = Arc::<Cache>::default();
+        let names = SecretNames {
+            state: name.to_owned(),
+            ca: ca.to_owned(),
+        };
         let watches = TaskGroup::default();
         watches.spawn(
             info_span!("shared state"),
-            cache.clone().watch(api.clone(), name.to_owned()),
+            cache.clone().watch(api.clone(), names.clone()),
         );
         Self {
             api,
             namespace: namespace.to_owned(),
-            name: name.to_owned(),
+            names,
             cache,
             _watches: watches,
         }
@@ -84,11 +90,7 @@ impl SecretEngine {
 
     /// Returns the Secret with this number, as messages name it.
     fn secret_name(&self, index: usize) -> String {
-        format!(
-            "Secret {}/{}",
-            self.namespace,
-            shard_name(&self.name, index)
-        )
+        format!("Secret {}/{}", self.namespace, self.names.name(index))
     }
 
     fn error(&self, index: usize, why: impl fmt::Display) -> EngineError {
@@ -96,6 +98,13 @@ impl SecretEngine {
     }
 
     fn missing_error(&self, index: usize) -> EngineError {
+        if index == CA_SECRET {
+            let (namespace, name) = (&self.namespace, &self.names.ca);
+            let why = format!(
+                "it does not exist; make it with `causeway k8s ca-secret --namespace {namespace} --name {name}`, or if a gateway has the CA, make an empty one, which that gateway fills: kubectl -n {namespace} create secret generic {name}"
+            );
+            return self.error(index, why);
+        }
         self.error(
             index,
             "it does not exist; apply the manifest with all 16 Secrets (deploy/base/state.yaml or examples/state/rbac.yaml)",
@@ -113,10 +122,17 @@ impl SecretEngine {
                 let why = "the cluster's API did not answer in time";
                 Err(RequestError::Failed(self.error(index, why)))
             }
-            Ok(Ok(secret)) => Ok(Some(Arc::new(ShardObject::parse(secret)))),
+            Ok(Ok(secret)) => Ok(Some(Arc::new(ShardObject::parse(index, secret)))),
             Ok(Err(kube::Error::Api(status))) if status.is_not_found() => Ok(None),
             Ok(Err(kube::Error::Api(status))) if status.is_conflict() => {
                 Err(RequestError::Conflict)
+            }
+            Ok(Err(kube::Error::Api(status))) if status.is_forbidden() => {
+                let why = format!(
+                    "{}; a gateway needs the verbs get, list, watch and update for it (deploy/base/state.yaml or examples/state/rbac.yaml)",
+                    status.message
+                );
+                Err(RequestError::Failed(self.error(index, why)))
             }
             Ok(Err(error)) => Err(RequestError::Failed(
                 self.error(index, error_message(&error)),
@@ -127,7 +143,7 @@ impl SecretEngine {
     /// Reads a Secret from the API.
     async fn read(&self, index: usize) -> Result<Option<Arc<ShardObject>>, EngineError> {
         let generation = self.cache.generation(index);
-        let name = shard_name(&self.name, index);
+        let name = self.names.name(index);
         let object = self.request(index, self.api.get(&name)).await;
         let object = object.map_err(|error| match error {
             RequestError::Failed(error) => error,
@@ -148,12 +164,12 @@ impl SecretEngine {
         Ok(object)
     }
 
-    /// Fails if the state has not been loaded. Until then the Secrets may be incomplete.
-    fn require_loaded(&self) -> Result<(), EngineError> {
-        match self.cache.loaded() {
-            Some(_) => Ok(()),
-            None => Err(self.error(0, "the shared state has not been loaded yet")),
+    /// Fails if the state has not been loaded. Until then the Secrets of entries may be incomplete.
+    fn require_loaded(&self, index: usize) -> Result<(), EngineError> {
+        if index == CA_SECRET || self.cache.loaded().is_some() {
+            return Ok(());
         }
+        Err(self.error(0, "the shared state has not been loaded yet"))
     }
 
     /// Returns the entries of a Secret.
@@ -164,13 +180,7 @@ impl SecretEngine {
     ) -> Result<&'a Entries, EngineError> {
         match &object.entries {
             Some(Ok(entries)) => Ok(entries),
-            Some(Err(why)) => {
-                let why = format!(
-                    "the data key {} cannot be parsed: {why}",
-                    shard::ENTRIES_KEY
-                );
-                Err(self.error(index, why))
-            }
+            Some(Err(why)) => Err(self.error(index, why)),
             None => Err(self.error(index, "it has no entries")),
         }
     }
@@ -183,10 +193,9 @@ impl SecretEngine {
         entries: &Entries,
         data_keys: &[(&str, Option<&str>)],
     ) -> Result<Written, EngineError> {
-        let secret = object.with(entries, data_keys).map_err(|size| {
-            self.error(index, format!("it would have {size} bytes of data, and the API accepts {MAX_SECRET_BYTES}; remove nodes that no longer exist (causeway node remove)"))
-        })?;
-        let name = shard_name(&self.name, index);
+        let secret = object.with(entries, data_keys);
+        let secret = secret.map_err(|why| self.error(index, why))?;
+        let name = self.names.name(index);
         let parameters = PostParams::default();
         let written = self.api.replace(&name, &parameters, &secret);
         match self.request(index, written).await {
@@ -233,7 +242,8 @@ impl SecretEngine {
 
     /// Returns the entries if the cache has the complete state.
     fn cached_entries(&self) -> Option<Entries> {
-        let objects = self.cache.all().into_iter().map(|observed| match observed {
+        let shards = self.cache.all().into_iter().take(SHARDS);
+        let objects = shards.map(|observed| match observed {
             Observed::Present(object) => Some(object),
             Observed::Unknown | Observed::Missing => None,
         });
@@ -244,7 +254,7 @@ impl SecretEngine {
         }
     }
 
-    /// Reads all Secrets, the first one last.
+    /// Reads all Secrets of entries, the first one last.
     async fn read_all(&self) -> Result<Vec<Arc<ShardObject>>, EngineError> {
         let require =
             |index: usize, object: Option<_>| object.ok_or_else(|| self.missing_error(index));
@@ -255,11 +265,20 @@ impl SecretEngine {
         Ok(objects)
     }
 
-    async fn load_entries(&self) -> Result<Entries, EngineError> {
-        self.cache.begin_load();
+    /// Loads the Secret with the CA, from the cache if possible.
+    async fn load_ca(&self) -> Result<Arc<ShardObject>, EngineError> {
+        match self.cache.current(CA_SECRET) {
+            Some(object) => Ok(object),
+            None => self.read_entries(CA_SECRET).await,
+        }
+    }
+
+    /// Loads the Secrets of entries, from the cache if possible.
+    async fn load_shards(&self) -> Result<Entries, EngineError> {
         // Until the first load, the watches may show the Secrets at different stages of the first fill.
         if self.cache.loaded().is_some() {
             let stale = self.cache.stale_shards().into_iter();
+            let stale = stale.filter(|index| *index != CA_SECRET);
             try_join_all(stale.map(|index| self.read(index))).await?;
             if let Some(entries) = self.cached_entries() {
                 return Ok(entries);
@@ -310,14 +329,24 @@ fn apply_changes(current: &Entries, changes: &[EntryChange]) -> (Entries, Vec<St
 }
 
 impl StateEngine for SecretEngine {
+    /// A CA that cannot be read is left out.
     fn load(&self) -> BoxFuture<'_, Result<Entries, EngineError>> {
-        self.load_entries().boxed()
+        async move {
+            self.cache.begin_load();
+            let (entries, ca) = join(self.load_shards(), self.load_ca()).await;
+            let mut entries = entries?;
+            if let Some(ca) = ca.ok().as_ref().and_then(|ca| ca.parsed_entries()) {
+                entries.extend(Entries::clone(ca));
+            }
+            Ok(entries)
+        }
+        .boxed()
     }
 
     fn get<'a>(&'a self, key: &'a str) -> BoxFuture<'a, Result<Option<String>, EngineError>> {
         async move {
-            self.require_loaded()?;
             let index = shard_index(key);
+            self.require_loaded(index)?;
             let object = self.read_entries(index).await?;
             Ok(self.check_entries(index, &object)?.get(key).cloned())
         }
@@ -332,7 +361,7 @@ impl StateEngine for SecretEngine {
         async move {
             let indexes: BTreeSet<_> = keys.iter().map(|key| shard_index(key)).collect();
             let reads = indexes.into_iter().map(async |index| {
-                let object = match self.require_loaded() {
+                let object = match self.require_loaded(index) {
                     Ok(()) => self.read_entries(index).await,
                     Err(error) => Err(error),
                 };
@@ -368,7 +397,7 @@ impl StateEngine for SecretEngine {
             // An error of one Secret does not hold up the others.
             let writes = shards.into_iter().map(async |(index, changes)| {
                 let keys = changes.iter().map(|change| change.key.clone()).collect();
-                let written = match self.require_loaded() {
+                let written = match self.require_loaded(index) {
                     Ok(()) => self.write_shard(index, changes).await,
                     Err(error) => Err(error),
                 };
@@ -382,11 +411,6 @@ impl StateEngine for SecretEngine {
         .boxed()
     }
 
-    /// The CA of gateways in a cluster is in a Secret of its own.
-    fn stores_ca(&self) -> bool {
-        false
-    }
-
     fn changed(&self) -> BoxFuture<'_, ()> {
         self.cache.changed().boxed()
     }
@@ -396,7 +420,7 @@ impl fmt::Debug for SecretEngine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("SecretEngine")
             .field("namespace", &self.namespace)
-            .field("name", &self.name)
+            .field("names", &self.names)
             .finish_non_exhaustive()
     }
 }
@@ -405,12 +429,11 @@ impl fmt::Debug for SecretEngine {
 impl fmt::Display for SecretEngine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let last = SHARDS - 1;
-        let Self {
-            namespace, name, ..
-        } = self;
+        let Self { namespace, .. } = self;
+        let SecretNames { state, ca } = &self.names;
         write!(
             f,
-            "Secrets {namespace}/{name} and {name}-1 to {name}-{last}"
+            "Secrets {namespace}/{state}, {state}-1 to {state}-{last} and {ca}"
         )
     }
 }

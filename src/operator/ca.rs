@@ -26,7 +26,7 @@ pub(crate) async fn run(ca: Ca) -> anyhow::Result<()> {
         Ca::Rotate(subcommand) => ca_rotate::run(subcommand).await,
         Ca::Backup(args) => backup(&args),
         Ca::Restore(args) => restore(&args),
-        Ca::Csr(args) => csr(&args),
+        Ca::Csr(args) => csr(&args).await,
         Ca::Import(args) => import(&args).await,
         Ca::Gateways(args) => ca_gateways::list(&args).await,
         Ca::RevokeGateway(args) => ca_gateways::revoke(&args).await,
@@ -61,7 +61,7 @@ fn init(args: &CaInit) -> anyhow::Result<()> {
 }
 
 /// Prints the pending request. Creates a request if none is pending or `--new` is set.
-fn csr(args: &CaCsr) -> anyhow::Result<()> {
+async fn csr(args: &CaCsr) -> anyhow::Result<()> {
     let (store, _) = data_dir::open_with_ca(&args.data.data_dir)?;
     let (ca, _) = store.change_ca(|ca| {
         anyhow::Ok(if args.new {
@@ -70,6 +70,8 @@ fn csr(args: &CaCsr) -> anyhow::Result<()> {
             ca.request_listener_ca()?
         })
     })?;
+    // The key must not be lost with this gateway, so the other gateways have it before anyone signs the request.
+    ca_rotate::load_in_gateway(&args.data.data_dir).await?;
     let request = ca.listener_request_pem()?.unwrap_or_default();
     output::write(format_args!("{request}"))?;
     Ok(())

@@ -105,7 +105,8 @@ pub(super) async fn state_engine(config: &Config) -> anyhow::Result<Option<Arc<d
         return Ok(None);
     };
     let client = causeway_k8s::build_client(settings.kubeconfig.as_deref()).await?;
-    let engine = causeway_k8s::SecretEngine::new(client, namespace, name);
+    let ca = &settings.ca_secret;
+    let engine = causeway_k8s::SecretEngine::new(client, namespace, name, ca);
     Ok(Some(Arc::new(engine)))
 }
 

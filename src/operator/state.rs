@@ -11,6 +11,7 @@ use causeway_certs::{
 };
 use causeway_gateway::Config;
 use causeway_gateway::shared_state::{DataDirEngine, EtcdEngine, StateEngine};
+use causeway_rt::log_throttle::FailureThrottle;
 use tokio::time::sleep;
 
 use super::kubernetes;
@@ -38,7 +39,7 @@ pub(super) async fn engine(config: &Config) -> anyhow::Result<Option<Arc<dyn Sta
 }
 
 /// Imports the CA of the engine into a data directory that has none, without which a gateway cannot start. Waits until the engine
-/// answers.
+/// returns it or has none.
 ///
 /// # Errors
 /// If the CA in the engine cannot be used.
@@ -47,7 +48,7 @@ pub(super) async fn import_ca(
     config: &Config,
     report: &(dyn Fn(&str) + Sync),
 ) -> anyhow::Result<()> {
-    if config.tunnel.identity.is_some() || !engine.stores_ca() {
+    if config.tunnel.identity.is_some() {
         return Ok(());
     }
     let has_ca = || {
@@ -57,26 +58,30 @@ pub(super) async fn import_ca(
     if has_ca() {
         return Ok(());
     }
-    let entries = loop {
-        match engine.load().await {
-            Ok(entries) => break entries,
+    let key = EntryKey::Ca.to_string();
+    let mut throttle = FailureThrottle::default();
+    let entry = loop {
+        match engine.get(&key).await {
+            Ok(entry) => break entry,
             Err(error) => {
                 let why = format!("the CA cannot be loaded: {error}");
-                tracing::warn!("{why}; trying again");
+                if throttle.should_log(&why) {
+                    tracing::warn!("{why}; trying again");
+                }
                 report(&why);
                 sleep(RETRY_INTERVAL).await;
             }
         }
     };
     // Another start may succeed, so this is no error of the configuration.
-    let Some(text) = entries.get(&EntryKey::Ca.to_string()) else {
+    let Some(text) = entry else {
         let data_dir = config.data_dir.display();
         bail!(
             "there is no CA in {data_dir} or in {engine}: start this gateway once the gateway with the CA is ready, or create a CA with `causeway ca init --data-dir {data_dir}`"
         );
     };
     let invalid = |why| anyhow::anyhow!("{engine}: the entry `ca` cannot be parsed: {why}");
-    let shared = SharedCa::from_entry(text).map_err(invalid)?;
+    let shared = SharedCa::from_entry(&text).map_err(invalid)?;
     Store::open(&config.data_dir, OpenMode::Create)?.import_shared(&shared)?;
     tracing::info!("the CA was loaded from {engine}");
     Ok(())
@@ -90,22 +95,22 @@ pub(crate) async fn run(command: State) -> anyhow::Result<()> {
 }
 
 async fn migrate(args: &StateMigrate) -> anyhow::Result<()> {
-    let (from, _from_place) = open(&args.from, OpenMode::Existing).await?;
+    let (from, from_place) = open(&args.from, OpenMode::Existing).await?;
     let (to, to_place) = open(&args.to, OpenMode::Create).await?;
-    let mut entries = known_entries(&*from).await?;
-    if !to.stores_ca() {
-        entries.remove(&EntryKey::Ca.to_string());
+    for (engine, place) in [(&from, &from_place), (&to, &to_place)] {
+        if place.has_own_ca {
+            // `load` may leave out a CA that it cannot read.
+            engine.get(&EntryKey::Ca.to_string()).await?;
+        }
     }
+    let entries = known_entries(&*from).await?;
     if entries.is_empty() {
         bail!(
             "{from} has no state; is {} the configuration of the gateway?",
             args.from.display()
         );
     }
-    let mut existing = known_entries(&*to).await?;
-    if !from.stores_ca() {
-        existing.remove(&EntryKey::Ca.to_string());
-    }
+    let existing = known_entries(&*to).await?;
     if let Some(key) = existing
         .keys()
         .find(|key| !is_same(key, &entries, &existing))
@@ -130,9 +135,6 @@ async fn migrate(args: &StateMigrate) -> anyhow::Result<()> {
         bail!("{to} was changed at the same time; end its gateways and run the command again");
     }
     outln!("copied {} from {from} to {to}", count(&entries))?;
-    if !to.stores_ca() {
-        errln!("the CA is not copied; make its Secret with `causeway k8s ca-secret`");
-    }
     errln!(
         "next: start all gateways with the configuration {}",
         args.to.display()
@@ -162,6 +164,8 @@ fn is_same(key: &str, one: &Entries, other: &Entries) -> bool {
 struct Place {
     /// Place to use instead, if this one has another state.
     empty_one: &'static str,
+    /// Whether the gateways have a CA of their own.
+    has_own_ca: bool,
     /// Claim of the data directory, which no other process may use until this value is dropped.
     _claim: Option<causeway_certs::DirLock>,
 }
@@ -175,9 +179,11 @@ async fn open(file: &Path, mode: OpenMode) -> anyhow::Result<(Arc<dyn StateEngin
         fallbacks: &[],
     };
     let config: Config = config_loader::reload(&sources)?;
+    let has_own_ca = config.tunnel.identity.is_none();
     if let Some(engine) = engine(&config).await? {
         let place = Place {
             empty_one: "an empty one, such as another prefix",
+            has_own_ca,
             _claim: None,
         };
         return Ok((engine, place));
@@ -187,6 +193,7 @@ async fn open(file: &Path, mode: OpenMode) -> anyhow::Result<(Arc<dyn StateEngin
     let claim = store.claim().context("end the gateway first")?;
     let place = Place {
         empty_one: "an empty data directory (`data_dir`)",
+        has_own_ca,
         _claim: Some(claim),
     };
     Ok((Arc::new(DataDirEngine::new(store, path)), place))

@@ -10,7 +10,8 @@ use std::{
 };
 
 use causeway_certs::{
-    Entries, EntryChange, Fingerprint, NodeName, OpenMode, Pin, Revocation, Store, entry_text,
+    Entries, EntryChange, Fingerprint, NodeName, OpenMode, Pin, Revocation, SharedCa, Store,
+    entry_text,
 };
 use causeway_gateway::shared_state::StateEngine;
 use causeway_k8s::{SecretEngine, build_client};
@@ -24,7 +25,7 @@ use tokio::{
 
 use crate::{
     full,
-    nodes::started,
+    nodes::{started, watching},
     trial,
     world::{
         World,
@@ -39,6 +40,9 @@ const EXAMPLE: &str = "state/rbac.yaml";
 /// Ports of the gateway whose edges reconnect.
 const TUNNEL: u16 = 13_262;
 const ADMIN: u16 = 13_265;
+
+/// Secret with the CA.
+const CA_SECRET: &str = "causeway-ca";
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
@@ -67,13 +71,17 @@ pub(crate) fn trials() -> Vec<Trial> {
             the_state_moves_to_secrets_and_back,
         ),
         trial(
+            "state::a_rotation_is_at_all_gateways_and_at_replaced_ones",
+            a_rotation_is_at_all_gateways_and_at_replaced_ones,
+        ),
+        trial(
             "state::edges_that_reconnect_write_nothing_to_secrets",
             edges_that_reconnect_write_nothing_to_secrets,
         ),
     ]
 }
 
-/// Names of the Secrets.
+/// Names of the Secrets with the entries other than the CA.
 pub(crate) fn secret_names() -> impl Iterator<Item = String> {
     let others = (1..16).map(|number| format!("causeway-state-{number}"));
     std::iter::once("causeway-state".to_owned()).chain(others)
@@ -82,11 +90,22 @@ pub(crate) fn secret_names() -> impl Iterator<Item = String> {
 /// Deletes the Secrets, so that the next test begins without them.
 pub(crate) fn delete_secrets(world: &World) {
     let names = secret_names().collect::<Vec<_>>().join(" ");
-    let delete = format!("delete -n kube-system secret {names} --ignore-not-found");
+    let delete = format!("delete -n kube-system secret {CA_SECRET} {names} --ignore-not-found");
     world.cluster.kubectl(&delete).run().ok();
 }
 
-/// The entries in all Secrets.
+/// The content of the Secret with the CA, as the entry `ca`.
+fn stored_ca(world: &World) -> Option<String> {
+    let line = format!("secret -n kube-system {CA_SECRET}");
+    let secret = world.cluster.get(&line)?;
+    let read = |name: &str| {
+        let text = secret["data"][name].as_str()?;
+        String::from_utf8(BASE64.decode(text.as_bytes()).unwrap()).ok()
+    };
+    SharedCa::entry_of_files(read).unwrap()
+}
+
+/// The entries in all Secrets, except the CA.
 pub(crate) fn stored_entries(world: &World) -> BTreeMap<String, String> {
     let list = world.cluster.get("secret -n kube-system").unwrap();
     let ours: BTreeSet<String> = secret_names().collect();
@@ -107,7 +126,8 @@ fn with_engines(test: impl AsyncFnOnce(&mut World, &dyn Fn() -> SecretEngine)) {
     let runtime = Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let client = build_client(Some(account.as_ref())).await.unwrap();
-        let engine = || SecretEngine::new(client.clone(), "kube-system", "causeway-state");
+        let engine =
+            || SecretEngine::new(client.clone(), "kube-system", "causeway-state", CA_SECRET);
         test(&mut world, &engine).await;
     });
     delete_secrets(&world);
@@ -282,7 +302,7 @@ fn a_deleted_or_replaced_secret_removes_no_entry() {
         gateway.load().await.unwrap();
         // Of edge-1 is causeway-state-15.
         let keys = [
-            "ca",
+            "version",
             "revoked/edge-1",
             "revoked/edge-2",
             "token/0123456789ab",
@@ -340,7 +360,7 @@ fn an_operator_can_go_on_without_lost_entries() {
         world.cluster.apply_example(EXAMPLE);
         let gateway = engine();
         gateway.load().await.unwrap();
-        let keys = ["ca", "revoked/edge-1"];
+        let keys = ["version", "revoked/edge-1"];
         let changes = keys.map(|key| change(key, None, Some("1"))).to_vec();
         assert!(gateway.write(changes).await.unwrap().is_empty());
         // No gateway is left that has the state.
@@ -356,7 +376,7 @@ fn an_operator_can_go_on_without_lost_entries() {
         let command = world.cluster.kubectl(command).args(["-p", patch]);
         command.run().ok();
         let left = new.load().await.unwrap();
-        assert!(left.keys().eq(["ca"]), "{left:?}");
+        assert!(left.keys().eq(["version"]), "{left:?}");
     });
 }
 
@@ -372,29 +392,31 @@ fn changes_are_seen_after_a_restart_of_the_api_server() {
             }
         });
         failed.await.unwrap();
-        let why = gateway.get("ca").await.unwrap_err().to_string();
+        let why = gateway.get("version").await.unwrap_err().to_string();
         assert!(
             why.starts_with("Secret kube-system/causeway-state: "),
             "{why}"
         );
         assert!(
             gateway
-                .write(vec![change("ca", None, Some("1"))])
+                .write(vec![change("version", None, Some("1"))])
                 .await
                 .is_err()
         );
         world.cluster.restart();
         let other = engine();
         other.load().await.unwrap();
-        let conflicts = other.write(vec![change("ca", None, Some("2"))]).await;
+        let conflicts = other.write(vec![change("version", None, Some("2"))]).await;
         assert!(conflicts.unwrap().is_empty());
-        until_loaded(&gateway, "ca", Some("2")).await;
+        until_loaded(&gateway, "version", Some("2")).await;
         // The watches of both run again.
         sleep(Duration::from_secs(6)).await;
-        let conflicts = gateway.write(vec![change("ca", Some("2"), None)]).await;
+        let conflicts = gateway
+            .write(vec![change("version", Some("2"), None)])
+            .await;
         assert!(conflicts.unwrap().is_empty());
         let written = Instant::now();
-        until_loaded(&other, "ca", None).await;
+        until_loaded(&other, "version", None).await;
         assert!(
             written.elapsed() < Duration::from_secs(1),
             "{:?}",
@@ -455,27 +477,18 @@ fn the_state_moves_to_secrets_and_back() {
     // A repeated command changes nothing.
     for _ in 0..2 {
         let copied = migrate(&folder, "from.yaml", "cluster.yaml").ok();
-        let expected = "copied 2 nodes, 1 revocations, 1 join tokens, 1 pinned keys and no CA";
+        let expected = "copied 2 nodes, 1 revocations, 1 join tokens, 1 pinned keys and the CA";
         assert!(copied.text().contains(expected), "{}", copied.text());
-        let remedy = "the CA is not copied; make its Secret";
-        assert!(copied.stderr.contains(remedy), "{}", copied.stderr);
     }
     let entries = |data: &Path| {
         let store = Store::open(data, OpenMode::Existing).unwrap();
         store.entries().unwrap()
     };
     let mut expected = entries(&data);
-    assert!(expected.remove("ca").is_some());
+    assert_eq!(stored_ca(&world), expected.remove("ca"));
     let stored = stored_entries(&world);
     assert!(stored.keys().eq(expected.keys()), "{stored:?}");
 
-    // The gateway that gets the state back has the files of the CA.
-    Store::open(&back, OpenMode::Create).unwrap();
-    for file in ["ca.json", "ca.pem", "tickets.key"] {
-        if data.join(file).exists() {
-            fs::copy(data.join(file), back.join(file)).unwrap();
-        }
-    }
     migrate(&folder, "cluster.yaml", "back.yaml").ok();
     assert_eq!(entries(&back), entries(&data));
 
@@ -485,6 +498,45 @@ fn the_state_moves_to_secrets_and_back() {
     let refused = migrate(&folder, "from.yaml", "cluster.yaml").failed();
     assert!(refused.contains("has another state already"), "{refused}");
     assert_eq!(stored_entries(&world), stored);
+    delete_secrets(&world);
+}
+
+/// Runs a step of the rotation at one of two gateways, whose Secret with the CA is empty at the beginning.
+fn a_rotation_is_at_all_gateways_and_at_replaced_ones() {
+    let world = world();
+    delete_secrets(&world);
+    let kubeconfig = world.cluster.account("egress");
+    world.cluster.apply_example(EXAMPLE);
+    let rules = json!({ "kubeconfig": kubeconfig, "state": "kube-system/causeway-state" });
+    let begin = |name: &str, ports: (u16, u16)| {
+        let folder = world.path(name);
+        fs::create_dir_all(&folder).unwrap();
+        let gateway = watching(&folder, ports, &rules);
+        (gateway, folder.join("data"))
+    };
+    let ca = |data: &Path| {
+        let store = Store::open(data, OpenMode::Existing).unwrap();
+        store.shared().unwrap().to_entry().ok()
+    };
+    let (first, here) = begin("rotated-1", (TUNNEL, ADMIN));
+    until("the CA of the first gateway is stored", || {
+        stored_ca(&world) == ca(&here)
+    });
+    // It has no CA of its own.
+    Store::open(world.path("rotated-2").join("data"), OpenMode::Create).unwrap();
+    let (second, there) = begin("rotated-2", (TUNNEL + 1, ADMIN + 1));
+    assert_eq!(ca(&there), ca(&here));
+    let prepare = Program::new(BINARY).words("ca rotate prepare --data-dir");
+    prepare.args([&there]).run().ok();
+    assert_eq!(stored_ca(&world), ca(&there), "as soon as the command ends");
+    until("the first gateway has the step", || ca(&here) == ca(&there));
+    let rotated = ca(&here);
+    drop((first, second));
+    fs::remove_dir_all(&there).unwrap();
+    Store::open(&there, OpenMode::Create).unwrap();
+    let (replaced, there) = begin("rotated-2", (TUNNEL + 1, ADMIN + 1));
+    assert_eq!(ca(&there), rotated);
+    drop(replaced);
     delete_secrets(&world);
 }
 

@@ -19,7 +19,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::atomic_file::StoreError;
-use super::data_dir::{CA_FILE, NODES_FILE, Store};
+use super::data_dir::{CA_FILE, NODES_FILE, Store, TICKETS_FILE};
 use super::nodes::{ENDED_FILE, EndedRevocations, NodeRecord, Revocation, RevocationEntry};
 use super::pins::{PINS_FILE, PinEntry, StoredPins};
 use super::revoked_gateways::{
@@ -403,7 +403,35 @@ impl SharedCa {
     /// # Errors
     /// The fault, as a sentence.
     pub fn from_entry(text: &str) -> Result<Self, String> {
-        let entry: CaEntry = serde_json::from_str(text).map_err(|error| error.to_string())?;
-        Self::parse(&entry.ca, &entry.tickets).map_err(|(name, why)| format!("{name}: {why}"))
+        let [(_, ca), (_, tickets)] = Self::files_of_entry(text)?;
+        Self::parse(&ca, &tickets).map_err(|(name, why)| format!("{name}: {why}"))
+    }
+
+    /// Returns the content of each file in the value of the entry `ca`, by its name like [`SharedCa::files`]. The contents are
+    /// not parsed.
+    ///
+    /// # Errors
+    /// The fault, as a sentence.
+    pub fn files_of_entry(text: &str) -> Result<[(&'static str, String); 2], String> {
+        let CaEntry { ca, tickets } =
+            serde_json::from_str(text).map_err(|error| error.to_string())?;
+        Ok([(CA_FILE, ca), (TICKETS_FILE, tickets)])
+    }
+
+    /// Returns the value of the entry `ca` for the contents of the files, which `read` returns by their names. Returns `None` if
+    /// there is neither of them.
+    ///
+    /// # Errors
+    /// If one of the two files is missing, as a sentence.
+    pub fn entry_of_files(
+        mut read: impl FnMut(&str) -> Option<String>,
+    ) -> Result<Option<String>, String> {
+        let missing = |name| Err(format!("{name} is missing"));
+        match (read(CA_FILE), read(TICKETS_FILE)) {
+            (Some(ca), Some(tickets)) => Ok(Some(entry_text(&CaEntry { ca, tickets }))),
+            (None, None) => Ok(None),
+            (None, Some(_)) => missing(CA_FILE),
+            (Some(_), None) => missing(TICKETS_FILE),
+        }
     }
 }

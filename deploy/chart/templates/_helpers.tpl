@@ -45,6 +45,8 @@ merged into it. With only the values way and address the objects are the same.
 {{- else if eq (printf "%s/%s" $object.kind $object.metadata.name) "Service/causeway-tunnels" }}
 {{- $_ := set $found "service" true }}
 {{- include "causeway.service" $args }}
+{{- else if eq (printf "%s/%s" $object.kind $object.metadata.name) "Role/causeway-gateway-state" }}
+{{- $_ := set (last $object.rules) "resourceNames" (list $.Values.gateway.caSecret) }}
 {{- else if and (eq $object.kind "NetworkPolicy") $.Values.gateway.metrics.enabled }}
 {{- $metrics := dict "ports" (list (dict "port" $.Values.gateway.metrics.port)) "from" (list (dict "namespaceSelector" dict)) }}
 {{- $_ := set $object.spec "ingress" (append $object.spec.ingress $metrics) }}
@@ -88,6 +90,9 @@ merged into it. With only the values way and address the objects are the same.
 {{- $_ := set $data $file (replace "gw.example.com:10262" $address (get $data $file)) }}
 {{- end }}
 {{- if eq .side "gateway" }}
+{{- if ne .values.caSecret "causeway-ca" }}
+{{- $given = mergeOverwrite (dict "kubernetes" (dict "ca_secret" .values.caSecret)) $given }}
+{{- end }}
 {{- if .values.metrics.enabled }}
 {{- $given = mergeOverwrite (dict "admin" (dict "metrics_listen" (printf "0.0.0.0:%v" .values.metrics.port))) $given }}
 {{- end }}
@@ -110,7 +115,7 @@ merged into it. With only the values way and address the objects are the same.
 {{- $_ := set $image "tag" ($image.tag | default .root.Chart.AppVersion) }}
 {{- $labels := dict "app.kubernetes.io/instance" .root.Release.Name }}
 {{- $_ := mergeOverwrite $spec.template.metadata.labels $labels }}
-{{- range $container := concat $pod.containers ($pod.initContainers | default list) }}
+{{- range $container := $pod.containers }}
 {{- $_ := set $container "image" (include "causeway.image" $image) }}
 {{- $_ := set $container "imagePullPolicy" $image.pullPolicy }}
 {{- end }}
@@ -135,9 +140,6 @@ merged into it. With only the values way and address the objects are the same.
 {{- if ne $values.replicas nil }}{{ $_ := set $spec "replicas" $values.replicas }}{{ end }}
 {{- if and $values.metrics.enabled (not $pod.hostNetwork) }}
 {{- $_ := set $container "ports" (append $container.ports (dict "name" "metrics" "containerPort" $values.metrics.port)) }}
-{{- end }}
-{{- range $volume := $pod.volumes }}
-{{- if eq $volume.name "ca" }}{{ $_ := set $volume.secret "secretName" $values.caSecret }}{{ end }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -72,9 +72,11 @@ pub struct Kubernetes {
     pub yurthub: Option<YurtHub>,
     /// Renews the Leases of nodes that have lost their gateways, while another member of their pool reports that their kubelet is alive.
     pub heartbeats: Heartbeats,
-    /// Shares all durable state with the other gateways that name the same `NAMESPACE/NAME`: nodes and their enrolments, revocations, join tokens, and the keys of `upstream_tls.*.pin`. The state is in 16 Secrets, `NAME` and `NAME-1` to `NAME-15`, which must exist (`examples/state/rbac.yaml`). A change is at the other gateways about a second later, and a new pod has the state from its start. Without this key: the state is in `data_dir` alone.
+    /// Shares all durable state with the other gateways that name the same `NAMESPACE/NAME`: nodes and their enrolments, revocations, join tokens, the keys of `upstream_tls.*.pin`, and the CA. The state is in 16 Secrets, `NAME` and `NAME-1` to `NAME-15`, and in that of `ca_secret`, which must exist (`examples/state/rbac.yaml`). A change is at the other gateways about a second later, and a new pod has the state from its start. Without this key: the state is in `data_dir` alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub state: Option<String>,
+    /// Name of the Secret with the CA of `state`, in the same namespace. `causeway k8s ca-secret` makes it. A gateway that has a CA stores it in an empty Secret.
+    pub ca_secret: String,
 }
 
 impl Default for Kubernetes {
@@ -110,6 +112,7 @@ impl Default for Kubernetes {
             yurthub: None,
             heartbeats: Heartbeats::default(),
             state: None,
+            ca_secret: "causeway-ca".to_owned(),
         }
     }
 }
@@ -209,6 +212,23 @@ impl YurtHub {
 const RESTRICTED_PREFIX: &str = "node-restriction.kubernetes.io";
 
 impl Kubernetes {
+    /// Checks that the Secret with the CA is none of the Secrets with the other entries of the state.
+    pub(super) fn validate_ca_secret(&self, faults: &mut ConfigErrors) {
+        check_names("kubernetes", [("ca_secret", Some(&self.ca_secret))], faults);
+        let state = self
+            .state
+            .as_deref()
+            .and_then(|state| state.split_once('/'));
+        let rest = state.and_then(|(_, name)| self.ca_secret.strip_prefix(name));
+        let is_number = |text: &str| text.parse::<u8>().is_ok_and(|number| number < 16);
+        let is_entries =
+            |rest: &str| rest.is_empty() || rest.strip_prefix('-').is_some_and(is_number);
+        if rest.is_some_and(is_entries) {
+            let message = "is one of the 16 Secrets of kubernetes.state; use another name";
+            faults.add("kubernetes.ca_secret", message);
+        }
+    }
+
     /// Whether the policy trusts labels of Node objects with this key.
     pub fn trusts_label(&self, key: &str) -> bool {
         is_restricted(key) || self.policy_labels.iter().any(|listed| listed == key)
@@ -470,6 +490,29 @@ mod tests {
                     .all(|fault| fault.contains(part.unwrap_or_default())),
                 "{faults:?}"
             );
+        }
+    }
+
+    #[test]
+    fn the_ca_has_a_secret_of_its_own() {
+        for (state, ca, part) in [
+            ("a/causeway-state", "causeway-ca", None),
+            ("a/causeway-state", "causeway-state-ca", None),
+            ("a/causeway-state", "causeway-state-16", None),
+            ("a/causeway-state", "causeway-state", Some("one of the 16")),
+            (
+                "a/causeway-state",
+                "causeway-state-15",
+                Some("one of the 16"),
+            ),
+            ("a/causeway-state", "a/causeway-ca", Some("not a valid")),
+        ] {
+            let config = json!({ "kubernetes": { "state": state, "ca_secret": ca } });
+            let config: Config = serde_json::from_value(config).unwrap();
+            let faults: Vec<String> = config.validate().iter().map(ToString::to_string).collect();
+            assert_eq!(faults.len(), usize::from(part.is_some()), "{ca} {faults:?}");
+            let is_expected = |fault: &String| fault.contains(part.unwrap_or_default());
+            assert!(faults.iter().all(is_expected), "{ca} {faults:?}");
         }
     }
 

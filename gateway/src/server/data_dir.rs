@@ -65,10 +65,8 @@ impl DataDirState {
         }
         let nodes = load_nodes(config, &store)?;
         let (pins, writer, meetings) = pins(store.pins().all()?);
-        let shared_state = engine.map(|engine| {
-            let shares_ca = engine.stores_ca() && given.is_none();
-            SharedState::new(engine, store.clone(), shares_ca)
-        });
+        let shared_state =
+            engine.map(|engine| SharedState::new(engine, store.clone(), given.is_none()));
         let keeper = PinWriter {
             store: store.clone(),
             shared_state: shared_state.clone(),

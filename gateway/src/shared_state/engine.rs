@@ -23,7 +23,8 @@ pub struct EngineError(pub String);
 /// time, and their futures may be dropped.
 pub trait StateEngine: Debug + Display + Send + Sync {
     /// Returns all entries, those of later versions included. The result may be older than that of `get`, but includes every
-    /// write that was completed by this value.
+    /// write that was completed by this value. An engine that stores the CA apart from the other entries leaves out a CA that it
+    /// cannot read; `get` and a write of the CA return the reason.
     fn load(&self) -> BoxFuture<'_, Result<Entries, EngineError>>;
 
     /// Returns the current value of an entry. The result includes every change that was completed before the call.
@@ -65,11 +66,6 @@ pub trait StateEngine: Debug + Display + Send + Sync {
             Ok(conflicts)
         }
         .boxed()
-    }
-
-    /// Whether the engine stores the CA. It does not if the CA of gateways is stored elsewhere.
-    fn stores_ca(&self) -> bool {
-        true
     }
 
     /// Returns the revision of the entries of the last `load` or of a later write of this value, if the engine counts revisions. It

@@ -1,6 +1,6 @@
 //! Cache of the Secrets, which watches fill.
 
-use super::shard::{CONTENT_ID_KEY, PREPARED_KEY, SHARDS, ShardObject, shard_name};
+use super::shard::{CA_SECRET, CONTENT_ID_KEY, PREPARED_KEY, SecretNames, ShardObject};
 use crate::client::watch_error_message;
 use causeway_certs::Entries;
 use futures_util::{
@@ -28,6 +28,9 @@ const WATCH_TIMEOUT: u32 = 60;
 const BACKOFF_RANGE: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 /// Time after which a failed watch counts as a change again.
 const STALE_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Number of Secrets: those of the entries, and that of the CA.
+const SECRETS: usize = CA_SECRET + 1;
 
 /// Last known state of a Secret.
 #[derive(Clone, Debug)]
@@ -88,7 +91,7 @@ impl Default for Cache {
         };
         Self {
             state: Mutex::new(CacheState {
-                shards: std::iter::repeat_with(shard).take(SHARDS).collect(),
+                shards: std::iter::repeat_with(shard).take(SECRETS).collect(),
                 loaded: None,
                 seen: 0,
             }),
@@ -249,7 +252,11 @@ impl Cache {
                 shard.list.1 = true;
                 let began = shard.list.0;
                 drop(state);
-                self.record_read(index, began, Some(Arc::new(ShardObject::parse(secret))));
+                self.record_read(
+                    index,
+                    began,
+                    Some(Arc::new(ShardObject::parse(index, secret))),
+                );
             }
             Ok(Event::InitDone) => {
                 let (began, listed) = shard.list;
@@ -259,7 +266,7 @@ impl Cache {
                 }
             }
             Ok(Event::Apply(secret)) => {
-                let object = Arc::new(ShardObject::parse(secret));
+                let object = Arc::new(ShardObject::parse(index, secret));
                 let is_earlier =
                     matches!(&shard.observed, Observed::Present(now) if !object.is_later_than(now));
                 shard.stale = false;
@@ -268,7 +275,7 @@ impl Cache {
                 }
             }
             Ok(Event::Delete(secret)) => {
-                let object = ShardObject::parse(secret);
+                let object = ShardObject::parse(index, secret);
                 let is_deleted = matches!(&shard.observed, Observed::Present(now) if !now.is_later_than(&object));
                 if is_deleted {
                     self.replace(&mut state, index, None);
@@ -289,15 +296,15 @@ impl Cache {
     }
 
     /// Watches the Secrets. Never returns.
-    pub(super) async fn watch(self: Arc<Self>, api: Api<Secret>, name: String) {
+    pub(super) async fn watch(self: Arc<Self>, api: Api<Secret>, names: SecretNames) {
         let watch = |index: usize| {
             let config = watcher::Config::default()
-                .fields(&format!("metadata.name={}", shard_name(&name, index)))
+                .fields(&format!("metadata.name={}", names.name(index)))
                 .timeout(WATCH_TIMEOUT);
             let events = watcher(api.clone(), config).backoff(WatchBackoff::default());
             events.map(move |event| (index, event)).boxed()
         };
-        let mut events: SelectAll<_> = select_all((0..SHARDS).map(watch));
+        let mut events: SelectAll<_> = select_all((0..SECRETS).map(watch));
         while let Some((index, event)) = events.next().await {
             self.record_event(index, event);
         }

@@ -116,7 +116,7 @@ impl SecretEngine {
 
     fn emptied_error(&self, index: usize) -> EngineError {
         let patch = r#"-p '{"data":{"entries.json":"e30="}}'"#;
-        let name = super::shard_name(&self.name, index);
+        let name = self.names.name(index);
         self.error(index, format!("it has lost its entries (it was deleted or replaced), and other Secrets have theirs. A gateway that has loaded the state before writes them back. To go on without them: kubectl -n {} patch secret {name} {patch}", self.namespace))
     }
 

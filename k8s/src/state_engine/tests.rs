@@ -1,9 +1,13 @@
 use super::{
-    shard::{ENTRIES_KEY, entries_text},
+    shard::{ENTRIES_KEY, MAX_SECRET_BYTES, entries_text},
     *,
 };
 use bytes::Bytes;
-use causeway_certs::{Fingerprint, NodeName, NodeRecord, Pin, Revocation, entry_text};
+use causeway_certs::{
+    Ca, CaError, Fingerprint, NodeName, NodeRecord, OpenMode, Pin, Revocation, RotationStep,
+    SharedCa, Store, StoreError, entry_text,
+};
+use causeway_gateway::shared_state::SharedState;
 use futures_util::{StreamExt, future::join_all, stream};
 use http::{Method, Request, Response};
 use http_body::Frame;
@@ -20,6 +24,16 @@ use tokio::sync::watch;
 
 const NAMESPACE: &str = "causeway";
 const NAME: &str = "causeway-state";
+const CA_NAME: &str = "causeway-ca";
+
+/// Returns the name of the Secret with this number.
+fn secret_name(index: usize) -> String {
+    let names = SecretNames {
+        state: NAME.to_owned(),
+        ca: CA_NAME.to_owned(),
+    };
+    names.name(index)
+}
 
 /// API of Secrets, in memory.
 #[derive(Clone, Default)]
@@ -35,6 +49,8 @@ struct ApiState {
     writes_left: Option<usize>,
     /// Whether all requests fail.
     down: bool,
+    /// Verbs that are refused for the Secret with the CA.
+    refused: &'static [&'static str],
     reads: usize,
     writes: usize,
 }
@@ -66,10 +82,10 @@ impl Api {
         object
     }
 
-    /// Creates the missing Secrets.
+    /// Creates the missing Secrets, as `examples/state` has them.
     fn apply_manifest(&self) {
-        for index in 0..SHARDS {
-            let name = shard_name(NAME, index);
+        for index in 0..=CA_SECRET {
+            let name = secret_name(index);
             let state = self.state();
             if state.secrets.contains_key(&name) {
                 continue;
@@ -84,7 +100,7 @@ impl Api {
     }
 
     fn change(&self, index: usize, change: impl FnOnce(&mut BTreeMap<String, ByteString>)) {
-        let secret = self.state().secrets.get(&shard_name(NAME, index)).cloned();
+        let secret = self.state().secrets.get(&secret_name(index)).cloned();
         let mut secret = secret.unwrap();
         change(secret.data.get_or_insert_default());
         self.store(secret, "MODIFIED");
@@ -97,7 +113,7 @@ impl Api {
     }
 
     fn delete(&self, index: usize) {
-        let secret = self.state().secrets.get(&shard_name(NAME, index)).cloned();
+        let secret = self.state().secrets.get(&secret_name(index)).cloned();
         self.store(secret.unwrap(), "DELETED");
     }
 
@@ -110,7 +126,7 @@ impl Api {
 
     fn text(&self, index: usize, key: &str) -> Option<String> {
         let state = self.state();
-        let data = state.secrets.get(&shard_name(NAME, index))?.data.as_ref()?;
+        let data = state.secrets.get(&secret_name(index))?.data.as_ref()?;
         Some(String::from_utf8(data.get(key)?.0.clone()).unwrap())
     }
 
@@ -120,6 +136,19 @@ impl Api {
             let status = json!({ "kind": "Status", "status": "Failure", "code": code, "reason": reason, "message": format!("{reason} {path}") });
             (code, status)
         };
+        let verb = match *method {
+            Method::PUT => "update",
+            _ if path.ends_with("/secrets") => "list",
+            _ => "get",
+        };
+        let is_of_ca = path.ends_with(CA_NAME) || query.contains(CA_NAME);
+        if is_of_ca && self.state().refused.contains(&verb) {
+            let (code, mut status) = failure(403, "Forbidden");
+            status["message"] = json!(format!(
+                "secrets \"{CA_NAME}\" is forbidden: User \"gateway\" cannot {verb} resource \"secrets\" in API group \"\" in the namespace \"{NAMESPACE}\""
+            ));
+            return (code, status);
+        }
         if *method == Method::PUT {
             let secret: Secret = serde_json::from_slice(body).unwrap();
             let mut state = self.state();
@@ -210,7 +239,7 @@ impl Api {
     }
 
     fn engine(&self) -> SecretEngine {
-        SecretEngine::new(self.client(), NAMESPACE, NAME)
+        SecretEngine::new(self.client(), NAMESPACE, NAME, CA_NAME)
     }
 }
 
@@ -240,7 +269,8 @@ fn revocation(reason: &str) -> String {
 #[test]
 fn entries_of_a_node_are_in_one_secret_which_never_changes() {
     for (key, index) in [
-        ("ca", 0),
+        ("ca", CA_SECRET),
+        ("version", 0),
         ("node/edge-1", 15),
         ("revoked/edge-1", 15),
         ("pin/edge-1:10250", 15),
@@ -408,14 +438,14 @@ async fn an_outage_is_reported_and_changes_in_it_are_loaded_afterwards() {
         engine.changed().await;
         failures += usize::from(engine.load().await.is_err());
     }
-    assert!(engine.get("ca").await.is_err());
+    assert!(engine.get("version").await.is_err());
     assert!(
         engine
-            .write(vec![change("ca", None, Some("1"))])
+            .write(vec![change("version", None, Some("1"))])
             .await
             .is_err()
     );
-    api.set(0, ENTRIES_KEY, r#"{"ca":"2"}"#);
+    api.set(0, ENTRIES_KEY, r#"{"version":"2"}"#);
     api.state().down = false;
     let loaded = timeout(Duration::from_secs(6), async {
         while engine.load().await.is_err() {
@@ -424,7 +454,7 @@ async fn an_outage_is_reported_and_changes_in_it_are_loaded_afterwards() {
         engine.load().await.unwrap()
     });
     let entries = loaded.await.unwrap();
-    assert_eq!(entries.get("ca").map(String::as_str), Some("2"));
+    assert_eq!(entries.get("version").map(String::as_str), Some("2"));
 }
 
 const EARLIER: &str = r#"{"revoked":{"edge-1":{"at":7,"reason":"stolen"},"edge-3":{"at":8,"reason":"lost"}},"pins":{"edge-2:10250":{"key":"PIN","since":7}}}"#;
@@ -538,11 +568,11 @@ async fn an_operator_can_go_on_without_the_lost_entries() {
     let api = Api::with_manifest();
     let engine = api.engine();
     engine.load().await.unwrap();
-    let keys = ["revoked/edge-1", "revoked/edge-2.example", "ca"];
+    let keys = ["revoked/edge-1", "revoked/edge-2.example", "version"];
     let write = keys.map(|key| change(key, None, Some("1"))).to_vec();
     assert!(engine.write(write).await.unwrap().is_empty());
     drop(engine);
-    for (index, left) in [(15, &["ca", keys[1]][..]), (0, &keys[1..2])] {
+    for (index, left) in [(15, &keys[1..]), (0, &keys[1..2])] {
         api.change(index, BTreeMap::clear);
         assert!(api.engine().load().await.is_err(), "{index}");
         // The command that the error message has.
@@ -590,4 +620,264 @@ async fn a_gateway_does_not_take_new_content_for_the_removal_of_all_entries() {
     sleep(Duration::from_secs(10)).await;
     let why = engine.load().await.unwrap_err().to_string();
     assert!(why.contains("keeps its copy"), "{why}");
+}
+
+/// Step of a change of the CA.
+type CaStep = fn(Ca) -> Result<(Ca, RotationStep), CaError>;
+
+/// Gateway with a data directory and an engine of its own.
+struct TestGateway {
+    folder: tempfile::TempDir,
+    store: Store,
+    shared: SharedState,
+}
+
+impl TestGateway {
+    fn start(api: &Api) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(folder.path().join("data"), OpenMode::Create).unwrap();
+        let shared = SharedState::new(Arc::new(api.engine()), store.clone(), true);
+        Self {
+            folder,
+            store,
+            shared,
+        }
+    }
+
+    /// Changes the CA of the data directory as a command does.
+    fn change_ca(&self, step: CaStep) {
+        let step = |ca| Ok::<_, StoreError>(step(ca).unwrap());
+        self.store.change_ca(step).unwrap();
+    }
+
+    /// Synchronizes after each change, until the condition is true.
+    async fn synchronize_until(&self, is_done: impl Fn() -> bool) {
+        let done = timeout(Duration::from_mins(1), async {
+            while !is_done() {
+                self.shared.synchronize().await.ok();
+                if !is_done() {
+                    self.shared.changed().await;
+                }
+            }
+        });
+        done.await.unwrap();
+    }
+
+    /// Synchronizes after each change, until the fault has this part. Returns the fault.
+    async fn synchronize_until_fault(&self, part: &str) -> String {
+        let found = timeout(Duration::from_mins(1), async {
+            loop {
+                match self.shared.synchronize().await {
+                    Err(error) if error.to_string().contains(part) => return error.to_string(),
+                    _ => self.shared.changed().await,
+                }
+            }
+        });
+        found.await.unwrap()
+    }
+
+    /// Returns the content that the Secret with the CA must have.
+    fn files(&self) -> [Option<String>; 2] {
+        let files = self.store.shared().unwrap().files().unwrap();
+        files.map(|(_, text)| Some(text))
+    }
+
+    /// Returns the roots, the one that signs first.
+    fn roots(&self) -> Vec<Fingerprint> {
+        self.store.ca().unwrap().unwrap().fingerprints()
+    }
+
+    fn add_node(&self, node: &str) {
+        let node = NodeName::parse(node).unwrap();
+        let record = NodeRecord::name_only(&node, 7);
+        self.store.nodes().put(record).unwrap();
+    }
+
+    fn has_node(&self, node: &str) -> bool {
+        let nodes = self.store.nodes().all().unwrap();
+        nodes.iter().any(|record| record.node.to_string() == node)
+    }
+}
+
+fn new_ca() -> SharedCa {
+    SharedCa::new(Ca::create(&"td".parse().unwrap()).unwrap())
+}
+
+/// Replaces the content of the Secret with the CA, as `causeway k8s ca-secret` and `kubectl replace` do.
+fn replace_ca(api: &Api, shared: &SharedCa) {
+    api.change(CA_SECRET, BTreeMap::clear);
+    for (name, text) in shared.files().unwrap() {
+        api.set(CA_SECRET, name, &text);
+    }
+}
+
+/// Returns the content of the Secret with the CA.
+fn stored_ca(api: &Api) -> [Option<String>; 2] {
+    ["ca.json", "tickets.key"].map(|name| api.text(CA_SECRET, name))
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_secret_of_the_operator_is_the_entry_of_the_ca() {
+    let (api, ca) = (Api::with_manifest(), new_ca());
+    replace_ca(&api, &ca);
+    api.set(CA_SECRET, "note", "of the operator");
+    let engine = api.engine();
+    // Before the state is loaded: a gateway cannot start without the CA.
+    let entry = engine.get("ca").await.unwrap();
+    assert_eq!(entry, Some(ca.to_entry().unwrap()));
+    let entries = engine.load().await.unwrap();
+    assert_eq!(entries.get("ca"), entry.as_ref());
+    let next = new_ca();
+    let write = change("ca", entry.as_deref(), Some(&next.to_entry().unwrap()));
+    assert!(engine.write(vec![write.clone()]).await.unwrap().is_empty());
+    assert_eq!(engine.write(vec![write]).await.unwrap(), ["ca"]);
+    assert_eq!(
+        stored_ca(&api),
+        next.files().unwrap().map(|(_, text)| Some(text))
+    );
+    let note = api.text(CA_SECRET, "note");
+    assert_eq!(note.as_deref(), Some("of the operator"));
+    let remove = change("ca", Some(&next.to_entry().unwrap()), None);
+    assert!(engine.write(vec![remove]).await.unwrap().is_empty());
+    assert_eq!(stored_ca(&api), [None, None]);
+
+    api.set(CA_SECRET, "ca.json", "{}");
+    let why = api.engine().get("ca").await.unwrap_err().to_string();
+    assert_eq!(
+        why,
+        "Secret causeway/causeway-ca: the data key tickets.key is missing"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rotation_at_one_gateway_is_at_the_other_and_at_one_that_is_replaced() {
+    let api = Api::with_manifest();
+    replace_ca(&api, &new_ca());
+    let [one, two] = [TestGateway::start(&api), TestGateway::start(&api)];
+    for gateway in [&one, &two] {
+        gateway.shared.synchronize().await.unwrap();
+    }
+    assert_eq!(one.roots(), two.roots());
+    let steps: [(CaStep, usize); 4] = [
+        (Ca::prepare, 0),
+        (Ca::activate, 1),
+        (Ca::retire, 0),
+        (Ca::request_listener_ca, 1),
+    ];
+    for (step, number) in steps {
+        let (here, there) = if number == 0 {
+            (&one, &two)
+        } else {
+            (&two, &one)
+        };
+        here.change_ca(step);
+        here.shared.synchronize().await.unwrap();
+        assert!(stored_ca(&api) == here.files() && here.files() != there.files());
+        there
+            .synchronize_until(|| there.files() == here.files())
+            .await;
+    }
+    // Its data directory was in memory.
+    drop(one.folder);
+    let next = TestGateway::start(&api);
+    next.shared.synchronize().await.unwrap();
+    assert_eq!(next.roots(), two.roots());
+    assert!(next.files() == two.files());
+    let ca = next.store.ca().unwrap().unwrap();
+    assert!(ca.listener_request_pem().unwrap().is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_two_steps_at_once_one_is_stored_and_the_other_gateway_reports_a_fault() {
+    let api = Api::with_manifest();
+    replace_ca(&api, &new_ca());
+    let gateways = [TestGateway::start(&api), TestGateway::start(&api)];
+    for gateway in &gateways {
+        gateway.shared.synchronize().await.unwrap();
+    }
+    for (gateway, node) in gateways.iter().zip(["edge-1", "edge-2"]) {
+        gateway.change_ca(Ca::prepare);
+        gateway.add_node(node);
+    }
+    let results = join_all(gateways.iter().map(|it| it.shared.synchronize())).await;
+    let winner = results.iter().position(Result::is_ok).unwrap();
+    let (winner, loser) = (&gateways[winner], &gateways[1 - winner]);
+    let lost = results.iter().find_map(|result| result.as_ref().err());
+    let why = lost.unwrap().to_string();
+    assert!(
+        why.contains("each have a change that the other lacks"),
+        "{why}"
+    );
+    assert_eq!(stored_ca(&api), winner.files());
+    // The other entries are shared.
+    for gateway in &gateways {
+        let has_both = || gateway.has_node("edge-1") && gateway.has_node("edge-2");
+        gateway.synchronize_until(has_both).await;
+    }
+    loser.shared.synchronize().await.unwrap_err();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refused_verb_is_named_and_stops_no_other_entry() {
+    let api = Api::with_manifest();
+    replace_ca(&api, &new_ca());
+    let [one, two] = [TestGateway::start(&api), TestGateway::start(&api)];
+    for gateway in [&one, &two] {
+        gateway.shared.synchronize().await.unwrap();
+    }
+    for (verb, refused, node) in [
+        ("update", &["update"][..], "edge-1"),
+        ("get", &["get", "list"], "edge-2"),
+    ] {
+        one.change_ca(Ca::prepare);
+        one.add_node(node);
+        api.state().refused = refused;
+        // A gateway that has just started has no copy of the Secret in memory.
+        let started = SharedState::new(Arc::new(api.engine()), one.store.clone(), true);
+        let why = started.synchronize().await.unwrap_err().to_string();
+        for part in [
+            "Secret causeway/causeway-ca: ",
+            &format!("cannot {verb} resource \"secrets\""),
+            "needs the verbs get, list, watch and update",
+        ] {
+            assert!(why.contains(part), "{why}");
+        }
+        two.synchronize_until(|| two.has_node(node)).await;
+    }
+    api.state().refused = &[];
+    one.shared.synchronize().await.unwrap();
+    two.synchronize_until(|| one.files() == two.files()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_secret_that_is_deleted_emptied_or_older_loses_no_step() {
+    let api = Api::with_manifest();
+    let gateway = TestGateway::start(&api);
+    gateway.store.import_shared(&new_ca()).unwrap();
+    let older = gateway.store.shared().unwrap();
+    gateway.change_ca(Ca::prepare);
+    // The empty Secret of the manifest gets the CA of the first gateway.
+    let is_stored = || stored_ca(&api) == gateway.files();
+    gateway.synchronize_until(is_stored).await;
+    api.delete(CA_SECRET);
+    gateway.add_node("edge-1");
+    let remedy = "it does not exist; make it with `causeway k8s ca-secret --namespace causeway";
+    let why = gateway.synchronize_until_fault(remedy).await;
+    assert!(api.text(15, ENTRIES_KEY).unwrap().contains("node/edge-1"));
+    assert_eq!(
+        api.engine().get("ca").await.unwrap_err().to_string(),
+        why,
+        "a gateway that starts waits"
+    );
+    api.apply_manifest();
+    gateway.synchronize_until(is_stored).await;
+    replace_ca(&api, &older);
+    gateway.synchronize_until(is_stored).await;
+    // The CA of another system is not replaced.
+    let other = new_ca();
+    replace_ca(&api, &other);
+    let fault = "it has another CA than";
+    gateway.synchronize_until_fault(fault).await;
+    let files = other.files().unwrap();
+    assert_eq!(stored_ca(&api), files.map(|(_, text)| Some(text)));
 }

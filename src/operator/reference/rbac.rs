@@ -37,7 +37,7 @@ const PURPOSES: &[(&str, &str)] = &[
     ),
     (
         "Role causeway/causeway-gateway-state",
-        "stores the state that all gateways share (`kubernetes.state`)",
+        "stores the state that all gateways share, and their CA (`kubernetes.state`)",
     ),
     (
         "Role causeway/causeway-gateway-ports",

@@ -77,18 +77,6 @@ pub(super) fn ca_secret(world: &World) {
     create.input(secret.stdout).run().ok();
 }
 
-/// Stores this gateway's CA in the Secret, as after a step of a rotation.
-fn keep_ca(world: &World, pod: &str) {
-    let show = format!("exec -n causeway {pod} -c gateway -- /causeway k8s ca-secret --data-dir");
-    let show = world
-        .cluster
-        .kubectl(&show)
-        .args(["/var/lib/causeway/data"]);
-    let secret = show.run().ok();
-    let replace = world.cluster.kubectl("replace -f -");
-    replace.input(secret.stdout).run().ok();
-}
-
 /// Returns the number of roots that edges trust.
 fn published(world: &World) -> usize {
     let map = world.cluster.get("-n kube-system configmap causeway-ca");
@@ -248,7 +236,6 @@ fn an_in_cluster_client_loses_no_request_as_gateways_change(world: &mut World) {
         // Runs a step of a rotation, which later pods have as well.
         let rotate = "exec -n causeway second -c gateway -- /causeway ca rotate prepare";
         world.cluster.kubectl(rotate).run().ok();
-        keep_ca(world, "second");
         // One is drained and another takes its place; then only that one is left.
         let delete = "delete -n causeway pod first --wait=false";
         world.cluster.kubectl(delete).run().ok();

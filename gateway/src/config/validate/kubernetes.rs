@@ -29,6 +29,7 @@ impl Config {
         if let Some(certificates) = &rules.certificates {
             certificates.validate(self.tunnel.identity.is_some(), faults);
         }
+        rules.validate_ca_secret(faults);
         let names = [
             (
                 "advertise.service",
