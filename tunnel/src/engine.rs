@@ -2,8 +2,8 @@
 //!
 //! Unlike the crate h2, whose names the public ones follow, a connection reads also while it cannot write, sends small
 //! responses before bulk, writes the frames of a turn together, and counts small frames by their bytes. Reading order: frames,
-//! windows, streams; the state machine ([`connection`], with [`receive`] for what comes in and [`send`] for what goes out),
-//! which does no IO; [`io`], which does; the handles.
+//! windows, streams; the state machine (`connection`, with `receive` for what comes in and `send` for what goes out),
+//! which does no IO; `io`, which does; the handles.
 
 pub mod client;
 pub mod ext;

@@ -71,7 +71,7 @@ impl Default for Builder {
 /// Begins HTTP/2 with the default configuration.
 ///
 /// # Errors
-/// As [`Builder::handshake`].
+/// Never; the connection returns the errors of the transport.
 pub async fn handshake<S>(io: S) -> Result<(SendRequest<Bytes>, Connection<S, Bytes>), Error>
 where
     S: AsyncRead + AsyncWrite + Unpin,
