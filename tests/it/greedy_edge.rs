@@ -6,7 +6,7 @@ use crate::world::{
     app::App,
     client::whole,
     evil::{self, HostileTunnel},
-    frames::{DATA, END_HEADERS, HEADERS, STATUS_200, frame},
+    frames::{ACK, DATA, END_HEADERS, HEADERS, PING, STATUS_200, frame},
     process::{GatewayProcess, OPEN, Process},
     tool::full,
 };
@@ -22,6 +22,8 @@ const BUDGET: usize = 16 << 20;
 
 /// The window that the gateway's first SETTINGS give each stream.
 const WINDOW: usize = 4 << 20;
+/// Single bytes on a stream. On four streams they take twice the allowed growth if each takes 256 bytes of memory.
+const SINGLE: usize = 256 << 10;
 
 /// An answer of this many bytes.
 fn answer(stream: u32, bytes: usize) -> Vec<u8> {
@@ -95,6 +97,11 @@ impl TestSetup {
     async fn is_rid_of_it(&mut self, reason: &str) {
         let ended = |line: &str| line.contains(evil::NODE) && line.contains(reason);
         self.site.gateway.line(reason, ended).await;
+        self.works_as_before().await;
+    }
+
+    /// Checks that the gateway answers requests and has not grown beyond its limit.
+    async fn works_as_before(&mut self) {
         self.serves().await;
         let grown = self.site.gateway.usage().peak.saturating_sub(self.before);
         assert!(!full() || grown < GROWTH, "{} MiB", grown >> 20);
@@ -115,6 +122,24 @@ async fn an_edge_that_acknowledges_no_smaller_window_loses_its_tunnel() {
     ground
         .is_rid_of_it("exceeded its flow-control windows")
         .await;
+}
+
+#[tokio::test]
+async fn unread_single_bytes_cost_little_more_than_their_number() {
+    let mut ground = TestSetup::new().await;
+    let mut evil = HostileTunnel::registered(&ground.site).await;
+    let (_clients, streams) = ground.deaf_clients(&mut evil, 4).await;
+    for stream in streams {
+        // First the bytes that the client's socket takes; then the rest of the window.
+        let first = answer(stream, WINDOW - SINGLE);
+        let bytes = frame(DATA, 0, stream, b"x").repeat(SINGLE);
+        evil.send(&[first, bytes].concat()).await.unwrap();
+    }
+    // The answer shows that the gateway has read all of it and keeps the tunnel.
+    evil.send(&frame(PING, 0, 0, &[9; 8])).await.unwrap();
+    evil.until(|frame| frame.kind == PING && frame.flags == ACK && frame.payload == [9; 8])
+        .await;
+    ground.works_as_before().await;
 }
 
 #[tokio::test]

@@ -145,7 +145,7 @@ async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
                     let span = info_span!("egress", %node, target = %request.target);
                     streams.spawn(span, (link.serve_stream)(*request));
                 }
-                // Refused below.
+                // This end of the connection refuses control streams of nodes itself.
                 Ok(IncomingStream::Control(_)) => {}
                 // The node violates the protocol or floods, or its connection failed.
                 Err(end @ TunnelEnd::Failed(_)) => return log_failure(&link.usage, node, &end),
