@@ -187,7 +187,7 @@ async fn a_flood_of_empty_frames_ends_its_own_tunnel() {
         .await
         .unwrap();
     let flood = evil.flood(frame(DATA, 0, stream, &[]));
-    Box::pin(ground.bears(flood, "floods its tunnel with empty DATA frames")).await;
+    Box::pin(ground.bears(flood, "floods its tunnel with empty or unread DATA frames")).await;
 }
 
 #[tokio::test]

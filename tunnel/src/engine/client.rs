@@ -5,7 +5,7 @@ use super::{
     config::Config,
     connection::{Shared, register},
     error::Error,
-    handle::{PingPong, RecvStream, SendStream, StreamId, StreamRef, gone},
+    handle::{FlowControl, PingPong, RecvStream, SendStream, StreamId, StreamRef, gone},
     io::Driver,
 };
 use bytes::Bytes;
@@ -202,6 +202,11 @@ impl ResponseFuture {
     /// Returns the stream's number.
     pub fn stream_id(&self) -> StreamId {
         self.id
+    }
+
+    /// Returns the handle of the receive window, until the response is taken.
+    pub fn flow_control(&self) -> Option<FlowControl> {
+        self.stream.as_ref().map(FlowControl::new)
     }
 
     /// Returns the next interim response, or `None` once the final response is there.

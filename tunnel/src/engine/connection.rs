@@ -14,7 +14,7 @@ use super::{
     receiving::Receiving,
     reset_list::ResetList,
     schedule::Schedule,
-    streams::{Content, Half, Key, Lane, Store, Stream},
+    streams::{Content, Half, Key, Lane, MAX_QUEUED, Store, Stream},
 };
 use bytes::{Bytes, BytesMut};
 use http::Request;
@@ -33,6 +33,11 @@ const MAX_UNSENT_PONGS: usize = 1_000;
 const MAX_UNSENT_ACKS: usize = 100;
 /// The same for resets that the peer has caused.
 const MAX_UNSENT_RESETS: usize = 20_000;
+/// Number of bytes that a stream queues for sending while all streams together have many queued, or the window of the connection
+/// is exhausted, so that all of them wait at once.
+const MAX_QUEUED_CROWDED: usize = 16 << 10;
+/// Number of queued bytes of all streams from which on each stream queues less.
+const CROWDED_BYTES: usize = 8 << 20;
 /// Size of unsent heads, in bytes, from which on new requests wait.
 const MAX_UNSENT_HEADS: usize = 256 << 10;
 /// Payload of the user's PING.
@@ -125,6 +130,8 @@ pub(super) struct State {
     pub(super) heads: BytesMut,
     pub(super) unsent: Unsent,
     pub(super) schedule: Schedule,
+    /// Number of bytes that all streams have queued for sending.
+    pub(super) queued: usize,
     /// Streams with a due `WINDOW_UPDATE`.
     pub(super) updates: Vec<Key>,
     pub(super) send_window: SendWindow,
@@ -199,6 +206,7 @@ impl State {
             heads: BytesMut::new(),
             unsent: Unsent::default(),
             schedule: Schedule::default(),
+            queued: 0,
             updates: Vec::new(),
             send_window: SendWindow::new(DEFAULT_WINDOW),
             recv_window,
@@ -319,6 +327,7 @@ impl State {
         if by == 0 {
             return Ok(());
         }
+        let max_queued = self.max_queued();
         for (key, stream) in self.store.iter_mut() {
             if stream.end_sent || stream.error.is_some() {
                 continue;
@@ -327,7 +336,7 @@ impl State {
                 return Err(Reason::FLOW_CONTROL_ERROR);
             }
             if by > 0 {
-                stream.wake_sender(self.send_window, &mut self.wakes);
+                stream.wake_sender(max_queued, &mut self.wakes);
                 self.schedule.add(key, stream);
             }
         }
@@ -348,6 +357,9 @@ impl State {
             return Err(Error::user("a PING is not answered yet"));
         }
         self.ping = UserPing::Sent;
+        if self.heads.is_empty() {
+            self.resets.mark();
+        }
         if self.end.is_none() {
             frame::put_frame(&mut self.control, kind::PING, 0, 0, &USER_PING);
             self.has_work = true;
@@ -372,6 +384,7 @@ impl State {
     pub(super) fn receive_pong(&mut self, payload: &[u8]) {
         if payload == USER_PING && self.ping == UserPing::Sent {
             self.ping = UserPing::Answered;
+            self.resets.forget_marked();
             self.wakes.extend(self.pong_waker.take());
         } else if payload == SHUTDOWN_PING && self.last_accepted == Some(MAX_WINDOW) {
             self.put_go_away(Reason::NO_ERROR, self.last_remote, &[]);
@@ -478,6 +491,7 @@ impl State {
 
     /// Writes the head of a request.
     fn open(&mut self, key: Key, request: &Request<()>, end: bool) {
+        let max_queued = self.max_queued();
         let Some(stream) = self.store.get(key) else {
             return;
         };
@@ -485,7 +499,7 @@ impl State {
             return;
         }
         (stream.is_waiting, stream.is_counted, stream.end_sent) = (false, true, end);
-        stream.wake_sender(self.send_window, &mut self.wakes);
+        stream.wake_sender(max_queued, &mut self.wakes);
         self.schedule.add(key, stream);
         self.open_local += 1;
         if let Some(limit) = &mut self.frame_limit {
@@ -525,6 +539,15 @@ impl State {
         }
     }
 
+    /// Returns the number of bytes that one stream may queue for sending.
+    pub(super) fn max_queued(&self) -> usize {
+        if self.send_window.size() > 0 && self.queued < CROWDED_BYTES {
+            MAX_QUEUED
+        } else {
+            MAX_QUEUED_CROWDED
+        }
+    }
+
     // Ends of streams.
 
     /// Resets a stream.
@@ -536,7 +559,7 @@ impl State {
             return;
         }
         stream.error = Some(Error::reset(reason, initiator));
-        stream.clear_send_queue();
+        self.queued -= stream.clear_send_queue();
         stream.wake_all(&mut self.wakes);
         // A stream whose head was not sent does not exist for the peer (RFC 9113 section 5.1.1).
         if !stream.is_waiting {
@@ -764,7 +787,7 @@ impl State {
         for (key, stream) in self.store.iter_mut() {
             if which(stream) && !stream.is_closed() {
                 stream.error = Some(error.clone());
-                stream.clear_send_queue();
+                self.queued -= stream.clear_send_queue();
                 stream.wake_all(&mut self.wakes);
             }
             if stream.is_closed() {

@@ -4,7 +4,7 @@
 //! Each such frame costs tokens. A peer earns tokens by streams and by the bytes that it is sent, since
 //! those cause such frames, and over time.
 
-use super::frame::kind;
+use super::frame::{Head, kind};
 use crate::token_bucket::TokenBucket;
 use tokio::time::Instant;
 
@@ -17,41 +17,71 @@ const TOKENS_PER_SECOND: u64 = 10_000;
 const TOKENS_PER_STREAM: u64 = 8;
 /// Cost of a frame that an honest peer sends rarely or never.
 const RARE_FRAME_COST: u64 = 10;
+/// Bytes of a header block that cost one more token: it is decoded field by field.
+const HEADER_BYTES_PER_TOKEN: usize = 1024;
+/// Least payload of DATA that nobody reads, in bytes, for which its bytes are cost enough.
+const MIN_UNREAD_DATA: usize = 1024;
 
 /// Limit on the frames of one peer.
 #[derive(Debug)]
-pub(super) struct FrameLimit(TokenBucket);
+pub(super) struct FrameLimit {
+    tokens: TokenBucket,
+    /// Whether the peer was sent a head or data since its last PING. It may answer each burst with a PING, to measure the link.
+    is_ping_due: bool,
+}
 
 impl FrameLimit {
     pub(super) fn new() -> Self {
-        Self(TokenBucket::new(MAX_TOKENS, TOKENS_PER_SECOND))
+        Self {
+            tokens: TokenBucket::new(MAX_TOKENS, TOKENS_PER_SECOND),
+            is_ping_due: false,
+        }
     }
 
     /// Charges for a frame other than DATA. Returns `false` if the peer floods this end.
     #[must_use]
-    pub(super) fn charge(&mut self, frame_kind: u8) -> bool {
-        let cost = match frame_kind {
-            kind::HEADERS | kind::CONTINUATION | kind::RST_STREAM | kind::WINDOW_UPDATE => 1,
+    pub(super) fn charge(&mut self, head: Head) -> bool {
+        let cost = match head.kind {
+            kind::HEADERS | kind::CONTINUATION => 1 + (head.length / HEADER_BYTES_PER_TOKEN) as u64,
+            kind::RST_STREAM | kind::WINDOW_UPDATE => 1,
+            kind::PING if std::mem::take(&mut self.is_ping_due) => 1,
             _ => RARE_FRAME_COST,
         };
-        self.0.try_spend(cost, Instant::now())
+        self.spend(cost)
     }
 
-    /// Earns tokens for bytes that are sent to the peer.
-    pub(super) fn earn_for_bytes(&mut self, bytes: usize) {
-        self.0.earn_for_sent(bytes, 0, 0);
+    /// Charges for a DATA frame that no reader gets. Returns `false` if the peer floods this end.
+    #[must_use]
+    pub(super) fn charge_unread_data(&mut self, payload: usize) -> bool {
+        payload >= MIN_UNREAD_DATA || self.spend(1)
+    }
+
+    /// Charges for a reset of a stream that the user has not got. Returns `false` if the peer floods this end.
+    #[must_use]
+    pub(super) fn charge_unaccepted_reset(&mut self) -> bool {
+        self.spend(RARE_FRAME_COST)
+    }
+
+    fn spend(&mut self, tokens: u64) -> bool {
+        self.tokens.try_spend(tokens, Instant::now())
+    }
+
+    /// Earns tokens for bytes that are sent to the peer. `has_messages`: some of them are heads or data.
+    pub(super) fn earn_for_bytes(&mut self, bytes: usize, has_messages: bool) {
+        self.tokens.earn_for_sent(bytes, 0, 0);
+        self.is_ping_due |= has_messages;
     }
 
     /// Earns tokens for a new stream.
     pub(super) fn earn_for_stream(&mut self) {
-        self.0.earn_for_sent(0, 1, TOKENS_PER_STREAM);
+        self.tokens.earn_for_sent(0, 1, TOKENS_PER_STREAM);
     }
 }
 
 /// Returns the name of a kind of frames, for messages.
 pub(super) fn frame_name(frame_kind: u8) -> &'static str {
     match frame_kind {
-        kind::DATA => "empty DATA frames",
+        kind::DATA => "empty or unread DATA frames",
         kind::HEADERS => "HEADERS",
         kind::RST_STREAM => "RST_STREAM",
         kind::SETTINGS => "SETTINGS",

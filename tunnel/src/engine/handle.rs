@@ -91,22 +91,22 @@ impl<B> SendStream<B> {
     /// Returns the number of bytes that can be sent now without more than a bounded queue.
     pub fn capacity(&self) -> usize {
         let mut state = self.stream.shared.lock();
-        let window = state.send_window;
+        let max_queued = state.max_queued();
         let stream = state.store.get(self.stream.key);
-        stream.map_or(0, |stream| stream.capacity(window))
+        stream.map_or(0, |stream| stream.capacity(max_queued))
     }
 
     /// Waits for requested capacity, and returns it. `None` if the sending half has ended.
     pub fn poll_capacity(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<usize, Error>>> {
         let mut state = self.stream.shared.lock();
-        let window = state.send_window;
+        let max_queued = state.max_queued();
         let Some(stream) = state.store.get(self.stream.key) else {
             return Poll::Ready(None);
         };
         if stream.error.is_some() || stream.send == Half::Ended {
             return Poll::Ready(None);
         }
-        let capacity = stream.capacity(window);
+        let capacity = stream.capacity(max_queued);
         if capacity > 0 {
             return Poll::Ready(Some(Ok(capacity)));
         }
@@ -154,6 +154,7 @@ impl<B> SendStream<B> {
             }
             if !data.is_empty() {
                 stream.queued += data.len();
+                state.queued += data.len();
                 stream.requested = stream.requested.saturating_sub(data.len());
                 stream.queue.push_back(data);
             }
@@ -209,6 +210,13 @@ impl fmt::Debug for FlowControl {
 }
 
 impl FlowControl {
+    pub(super) fn new(stream: &StreamRef) -> Self {
+        Self {
+            shared: stream.shared.clone(),
+            key: stream.key,
+        }
+    }
+
     /// Releases bytes that were read, so that the peer may send as many more.
     ///
     /// # Errors
@@ -247,10 +255,7 @@ pub struct RecvStream {
 impl RecvStream {
     pub(super) fn new(stream: StreamRef) -> Self {
         Self {
-            flow: FlowControl {
-                shared: stream.shared.clone(),
-                key: stream.key,
-            },
+            flow: FlowControl::new(&stream),
             stream,
         }
     }

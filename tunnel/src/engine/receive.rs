@@ -5,6 +5,7 @@ use super::{
     error::{Error, Initiator, Reason},
     flow::{MAX_WINDOW, RecvWindow, SendWindow},
     frame::{self, HEAD_LEN, Head, PREFACE, Settings, flag, kind},
+    frame_limit::FrameLimit,
     hpack::DecodeError,
     message::{self, Collected},
     receiving::{Block, Data},
@@ -13,15 +14,19 @@ use super::{
 use bytes::{Buf, Bytes, BytesMut};
 use http::{Method, Request, Response, StatusCode};
 
-/// Maximum number of DATA frames in a row that carry nothing.
+/// Maximum number of DATA frames without a payload between two that a reader gets.
 const MAX_EMPTY_FRAMES: usize = 10_000;
 /// Maximum number of interim responses that a stream holds for its reader, who has a limit of 1,000 for all of them. Together
 /// they are no larger than one header list may be.
 const MAX_INTERIM: usize = 1_024;
 /// Maximum size of a header list if the configuration has none.
 const DEFAULT_MAX_HEADER_LIST: u32 = 16 << 20;
+/// Bytes that a read after the end counts for at least.
+const MIN_DISCARDED: usize = 16 << 10;
 /// Least average size of the frames of a long header block: peers with smaller ones flood (CVE-2024-27316).
 const MIN_BLOCK_FRAME: usize = 4096;
+/// Payload of frames other than DATA, in bytes, that counts as one more frame.
+const BYTES_PER_FRAME: usize = 512;
 /// Number of such frames that any block may have.
 const MIN_BLOCK_FRAMES: usize = 8;
 
@@ -30,7 +35,8 @@ impl State {
     /// that must be there before the next call can do more.
     pub(super) fn receive(&mut self, read: &mut BytesMut, buffer: (u64, usize)) -> usize {
         if self.end.is_some() {
-            self.discarded += read.len();
+            // A peer that sends byte by byte keeps the connection no longer than one that sends whole records.
+            self.discarded += read.len().max(MIN_DISCARDED);
             read.clear();
             return 0;
         }
@@ -84,14 +90,21 @@ impl State {
                 return Ok(frame_len);
             };
             self.receiving.frames += 1;
-            if let Some(limit) = &mut self.frame_limit
-                && !limit.charge(head.kind)
-            {
-                return Err(Reason::ENHANCE_YOUR_CALM);
-            }
+            // The fields of a long block take as much time as several frames.
+            self.receiving.frames += head.length / BYTES_PER_FRAME;
+            self.charge(|limit| limit.charge(head))?;
             self.receive_frame(head, payload)?;
             self.check_unsent()?;
             read.advance(frame_len);
+        }
+    }
+
+    /// Charges the peer if its frames are limited.
+    fn charge(&mut self, charge: impl FnOnce(&mut FrameLimit) -> bool) -> Result<(), Reason> {
+        if self.frame_limit.as_mut().is_none_or(charge) {
+            Ok(())
+        } else {
+            Err(Reason::ENHANCE_YOUR_CALM)
         }
     }
 
@@ -167,12 +180,13 @@ impl State {
         self.count_error_reset()
     }
 
-    /// A frame on a stream that is closed: late if this end reset the stream, otherwise an error (RFC 9113 section 5.1).
-    fn closed_stream_error(&mut self, id: u32) -> Result<(), Reason> {
-        if self.is_ignored(id) {
-            return Ok(());
+    /// A frame on a stream that is closed: late if this end reset the stream, otherwise an error (RFC 9113 section 5.1). This end
+    /// remembers a limited number of its resets, so the error does not count as a violation.
+    fn answer_closed_stream(&mut self, id: u32) {
+        if !self.is_ignored(id) {
+            self.unsent.resets += 1;
+            self.put_reset(id, Reason::STREAM_CLOSED);
         }
-        self.stream_error(id, Reason::STREAM_CLOSED)
     }
 
     /// Whether frames of a stream without a state are ignored: this end has reset the stream, or its GOAWAY has not taken it
@@ -199,15 +213,18 @@ impl State {
             return Err(Reason::FLOW_CONTROL_ERROR);
         }
         let end_stream = head.has(flag::END_STREAM);
-        if payload > 0 || end_stream {
+        let stream = self.check_data(head, payload)?;
+        if stream.is_none() {
+            self.charge(|limit| limit.charge_unread_data(payload))?;
+        }
+        if stream.is_some() && (payload > 0 || end_stream) {
             self.receiving.empty_frames = 0;
-        } else {
+        } else if payload == 0 {
             self.receiving.empty_frames += 1;
             if self.receiving.empty_frames > MAX_EMPTY_FRAMES {
                 return Err(Reason::ENHANCE_YOUR_CALM);
             }
         }
-        let stream = self.check_data(head, payload)?;
         self.release_connection(overhead);
         if let Some(stream) = stream.and_then(|key| self.store.get(key)) {
             stream.recv_window.release(overhead);
@@ -224,7 +241,7 @@ impl State {
     /// Returns the stream that takes the payload, if one does.
     fn check_data(&mut self, head: Head, payload: usize) -> Result<Option<Key>, Reason> {
         let Some(key) = self.store.find(head.stream) else {
-            self.closed_stream_error(head.stream)?;
+            self.answer_closed_stream(head.stream);
             return Ok(None);
         };
         let Some(stream) = self.store.get(key) else {
@@ -412,7 +429,8 @@ impl State {
         if is_remote && !self.is_ignored(id) && id > self.resets.highest_forgotten {
             return Err(Reason::PROTOCOL_ERROR);
         }
-        self.closed_stream_error(id)
+        self.answer_closed_stream(id);
+        Ok(())
     }
 
     fn receive_request(&mut self, id: u32, end: bool, fields: Collected) -> Result<(), Reason> {
@@ -491,7 +509,7 @@ impl State {
         let accepted = if stream.recv == Half::AwaitingHead {
             receive_response(stream, end, fields, max_size)
         } else {
-            receive_trailers(stream, end, fields)
+            receive_trailers(stream, end, fields, max_size)
         };
         if let Err(reason) = accepted {
             return self.stream_error(key.id, reason);
@@ -527,7 +545,7 @@ impl State {
             return Ok(());
         };
         stream.error = Some(Error::reset(reason, Initiator::Remote));
-        stream.clear_send_queue();
+        self.queued -= stream.clear_send_queue();
         stream.wake_all(&mut self.wakes);
         if stream.is_unaccepted {
             // The request's place is kept, and its memory is not.
@@ -539,6 +557,7 @@ impl State {
             if self.unaccepted_resets > self.config.max_unaccepted_resets {
                 return Err(Reason::ENHANCE_YOUR_CALM);
             }
+            self.charge(FrameLimit::charge_unaccepted_reset)?;
         }
         if let Some(key) = key {
             self.settle(key);
@@ -601,6 +620,7 @@ impl State {
         if self.is_idle(head.stream) {
             return Err(Reason::PROTOCOL_ERROR);
         }
+        let max_queued = self.max_queued();
         let key = self.store.find(head.stream);
         let Some((key, stream)) = key.and_then(|key| Some((key, self.store.get(key)?))) else {
             return Ok(());
@@ -615,7 +635,7 @@ impl State {
         if !stream.send_window.change(i64::from(by)) {
             return self.stream_error(head.stream, Reason::FLOW_CONTROL_ERROR);
         }
-        stream.wake_sender(self.send_window, &mut self.wakes);
+        stream.wake_sender(max_queued, &mut self.wakes);
         self.schedule.add(key, stream);
         Ok(())
     }
@@ -629,12 +649,9 @@ fn receive_response(
 ) -> Result<(), Reason> {
     let (length, size) = (fields.content_length(), fields.size(max_size));
     let response = fields.into_response().map_err(|_| Reason::PROTOCOL_ERROR)?;
+    stream.add_unread_fields(size);
     if response.status().is_informational() {
-        if stream.interim.is_empty() {
-            stream.interim_size = 0;
-        }
-        stream.interim_size += size;
-        if end || stream.interim.len() >= MAX_INTERIM || stream.interim_size > max_size {
+        if end || stream.interim.len() >= MAX_INTERIM || stream.fields_size > max_size {
             return Err(Reason::PROTOCOL_ERROR);
         }
         stream.interim.push_back(response);
@@ -649,12 +666,19 @@ fn receive_response(
     Ok(())
 }
 
-fn receive_trailers(stream: &mut Stream, end: bool, fields: Collected) -> Result<(), Reason> {
+fn receive_trailers(
+    stream: &mut Stream,
+    end: bool,
+    fields: Collected,
+    max_size: usize,
+) -> Result<(), Reason> {
     if !end || !stream.content.take(0, true) {
         return Err(Reason::PROTOCOL_ERROR);
     }
+    let size = fields.size(max_size);
     let trailers = fields.into_trailers().map_err(|_| Reason::PROTOCOL_ERROR)?;
     if !stream.is_unread {
+        stream.add_unread_fields(size);
         stream.trailers = Some(Box::new(trailers));
     }
     stream.recv = Half::Ended;

@@ -24,13 +24,14 @@ impl State {
         self.put_window_updates();
         out.take(&mut self.control);
         self.unsent = Unsent::default();
+        let control_len = out.len();
         self.take_heads(out);
         while out.len() < BATCH_BYTES && self.send_frame(out) {
             // The end of a stream may have opened another one, whose data follows.
             self.take_heads(out);
         }
         if let Some(limit) = &mut self.frame_limit {
-            limit.earn_for_bytes(out.len());
+            limit.earn_for_bytes(out.len(), out.len() > control_len);
         }
         self.schedule.has_frames()
             || !self.is_drained()
@@ -86,7 +87,7 @@ impl State {
 
     /// Sends one frame of a stream. Returns `false` if no stream can send.
     fn send_frame(&mut self, out: &mut Outgoing) -> bool {
-        let window = self.send_window.size();
+        let (window, max_queued) = (self.send_window.size(), self.max_queued());
         let mut next = next_key(&mut self.schedule, &mut self.store);
         while next.is_none() && window > 0 && !self.schedule.blocked.is_empty() {
             self.schedule.unblock(window, &mut self.store);
@@ -115,7 +116,8 @@ impl State {
         let length = length.min(shared).min(room).min(self.peer.max_frame);
         let sent = put_data(stream, length, out);
         self.send_window.take(sent);
-        stream.wake_sender(self.send_window, &mut self.wakes);
+        self.queued -= sent;
+        stream.wake_sender(max_queued, &mut self.wakes);
         self.schedule.move_front(stream);
         self.after_frame(key);
         true

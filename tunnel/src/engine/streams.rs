@@ -11,13 +11,13 @@ use slab::Slab;
 use std::{collections::VecDeque, task::Waker};
 
 /// Number of bytes that a stream queues for sending at most, besides its peer's window.
-const MAX_QUEUED: usize = 128 << 10;
-/// The same while the window of the connection is exhausted, when all streams wait at once.
-const MAX_QUEUED_BLOCKED: usize = 16 << 10;
+pub(super) const MAX_QUEUED: usize = 128 << 10;
 /// Payload, in bytes, from which a part of the read buffer is kept without a copy.
 const SHARED_BYTES: usize = 4 << 10;
 /// Largest chunk of joined small payloads, in bytes.
 const MAX_JOINED: usize = 16 << 10;
+/// Memory of fields for each byte of their size, which counts 32 bytes for each field.
+const MEMORY_OF_FIELDS: usize = 3;
 /// Memory of a chunk besides its bytes.
 const CHUNK_OVERHEAD: usize = 64;
 
@@ -186,8 +186,8 @@ pub(super) struct Stream {
 
     pub(super) response: Option<Box<Response<()>>>,
     pub(super) interim: VecDeque<Response<()>>,
-    /// Size of the interim responses since there was none, in bytes.
-    pub(super) interim_size: usize,
+    /// Size of the heads and trailers that arrived since none was unread, in bytes (RFC 9113 section 6.5.2).
+    pub(super) fields_size: usize,
     pub(super) content: Content,
     pub(super) body: RecvQueue,
     pub(super) trailers: Option<Box<HeaderMap>>,
@@ -229,7 +229,7 @@ impl Stream {
             error: None,
             response: None,
             interim: VecDeque::new(),
-            interim_size: 0,
+            fields_size: 0,
             content: Content::Any,
             body: RecvQueue::default(),
             trailers: None,
@@ -255,17 +255,12 @@ impl Stream {
         self.error.is_some() || (self.recv == Half::Ended && self.end_sent)
     }
 
-    /// Returns the number of bytes that the user may queue, given the window of the connection.
-    pub(super) fn capacity(&self, connection: SendWindow) -> usize {
+    /// Returns the number of bytes that the user may queue. `max_queued` is that of [`super::connection::State::max_queued`].
+    pub(super) fn capacity(&self, max_queued: usize) -> usize {
         if self.is_waiting {
             return 0;
         }
-        let max = if connection.size() > 0 {
-            MAX_QUEUED
-        } else {
-            MAX_QUEUED_BLOCKED
-        };
-        let limit = self.send_window.size().min(max);
+        let limit = self.send_window.size().min(max_queued);
         limit.saturating_sub(self.queued).min(self.requested)
     }
 
@@ -280,18 +275,19 @@ impl Stream {
         }
     }
 
-    /// Frees the queues of the sending half.
-    pub(super) fn clear_send_queue(&mut self) {
+    /// Frees the queues of the sending half. Returns the number of bytes that were queued.
+    #[must_use]
+    pub(super) fn clear_send_queue(&mut self) -> usize {
         self.queue = VecDeque::new();
-        self.queued = 0;
         self.last_block = None;
+        std::mem::take(&mut self.queued)
     }
 
     /// Wakes the sender, once a good part of its queue is free.
-    pub(super) fn wake_sender(&mut self, connection: SendWindow, wakes: &mut Vec<Waker>) {
+    pub(super) fn wake_sender(&mut self, max_queued: usize, wakes: &mut Vec<Waker>) {
         if self.send_waker.is_some()
             && self.queued * 2 <= MAX_QUEUED
-            && self.capacity(connection) > 0
+            && self.capacity(max_queued) > 0
         {
             wakes.extend(self.send_waker.take());
         }
@@ -303,9 +299,26 @@ impl Stream {
         wakes.extend(self.send_waker.take());
     }
 
-    /// Returns the bytes or the memory that unread data takes, whichever is more.
+    fn has_unread_fields(&self) -> bool {
+        self.response.is_some() || self.trailers.is_some() || !self.interim.is_empty()
+    }
+
+    /// Adds the size of fields that wait for the reader from now on.
+    pub(super) fn add_unread_fields(&mut self, size: usize) {
+        if !self.has_unread_fields() {
+            self.fields_size = 0;
+        }
+        self.fields_size += size;
+    }
+
+    /// Returns the bytes or the memory that unread data takes, whichever is more, and the memory of unread heads and trailers.
     pub(super) fn used(&self) -> usize {
-        self.in_flight.max(self.body.memory())
+        let fields = if self.has_unread_fields() {
+            self.fields_size * MEMORY_OF_FIELDS
+        } else {
+            0
+        };
+        self.in_flight.max(self.body.memory()) + fields
     }
 }
 

@@ -268,7 +268,7 @@ async fn a_stream_without_handles_is_reset() {
             super::super::streams::Half::Open
         };
         stream.queue.push_back(Bytes::from_static(b"last"));
-        stream.queued = 4;
+        (stream.queued, peer.state.queued) = (4, 4);
         peer.state.schedule.add(key, stream);
         peer.state.drop_handle(key);
         peer.state.drop_handle(key);

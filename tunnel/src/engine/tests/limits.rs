@@ -405,6 +405,7 @@ fn streams_that_end_while_they_wait_to_send_leave_no_entries() {
             stream.send = super::super::streams::Half::Open;
             stream.queue.push_back(bytes::Bytes::from_static(b"x"));
             stream.queued = 1;
+            state.queued += 1;
             state.schedule.add(key, stream);
             peer.feed(&reset(key.id, Reason::CANCEL));
             peer.state.drop_handle(key);
@@ -412,4 +413,225 @@ fn streams_that_end_while_they_wait_to_send_leave_no_entries() {
         }
     }
     assert!(peer.state.schedule.len() < 200);
+}
+
+/// Returns a client whose frames are charged for.
+fn limited_client() -> Peer {
+    let mut peer = Peer::of_client();
+    peer.state.frame_limit = Some(FrameLimit::new());
+    peer
+}
+
+/// Sends a request and returns its number.
+fn get(peer: &mut Peer) -> super::super::streams::Key {
+    let head = http::Request::get("http://a/").body(()).unwrap();
+    peer.state.send_request(head, true).unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn small_data_that_nobody_reads_is_charged() {
+    let flood = |payload: &[u8]| {
+        let mut peer = limited_client();
+        let key = get(&mut peer);
+        peer.state.reset(key, Reason::CANCEL, Initiator::User);
+        peer.take();
+        let bytes = data(1, false, payload);
+        let mut count = 0;
+        while peer.state.end.is_none() && count < 120_000 {
+            peer.feed(&bytes);
+            count += 1;
+            if count % 32 == 0 {
+                peer.take();
+            }
+        }
+        count
+    };
+    // The stream has earned nothing above the maximum.
+    assert_eq!(flood(b"x"), 100_001);
+    assert_eq!(flood(&[0; 1_024]), 120_000);
+    assert_eq!(flood(&[]), 10_001, "frames without a payload");
+}
+
+/// Returns the fields of a response with this many fields of 100 bytes.
+fn large_head(status: &'static str, field_count: usize) -> Vec<(&'static str, &'static str)> {
+    const VALUE: &str = concat!(
+        "01234567890123456789012345678901234567890123456789",
+        "01234567890123456789012345678901234567890123456789"
+    );
+    let fields = std::iter::repeat_n(("a", VALUE), field_count);
+    std::iter::once((":status", status)).chain(fields).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_long_header_block_costs_as_much_as_its_fields() {
+    let flood = |field_count: usize| {
+        let mut peer = limited_client();
+        let key = get(&mut peer);
+        peer.take();
+        let interim = headers(1, false, &large_head("103", field_count));
+        let mut count = 0;
+        while peer.state.end.is_none() && count < 150_000 {
+            peer.feed(&interim);
+            if let Some(stream) = peer.state.store.get(key) {
+                stream.interim.clear();
+            }
+            count += 1;
+        }
+        count
+    };
+    assert_eq!(flood(1), 100_001);
+    // Ten more tokens for 10,400 bytes.
+    assert_eq!(flood(100), 100_000 / 11 + 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_may_measure_the_link_after_each_burst() {
+    let ping = frame(kind::PING, 0, 0, &[0; 8]);
+    let mut peer = limited_client();
+    for _ in 0..20_000 {
+        let key = get(&mut peer);
+        peer.take();
+        peer.feed(&ping);
+        peer.state.reset(key, Reason::CANCEL, Initiator::User);
+        peer.state.drop_handle(key);
+        peer.state.drop_handle(key);
+    }
+    assert!(peer.state.end.is_none());
+    peer.take();
+    // The answers to PINGs are no reason for more of them.
+    let mut count = 0;
+    while peer.state.end.is_none() && count < 20_000 {
+        peer.feed(&ping);
+        count += 1;
+        if count % 500 == 0 {
+            peer.take();
+        }
+    }
+    assert!(count < 12_000, "{count}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn resets_of_requests_that_nobody_got_are_charged() {
+    let mut peer = Peer::of_server(|config| config.max_unaccepted_resets = usize::MAX);
+    peer.state.frame_limit = Some(FrameLimit::new());
+    let mut count = 0;
+    while peer.state.end.is_none() && count < 100_000 {
+        let id = count * 2 + 1;
+        peer.feed(&request(id, true, &[]));
+        peer.feed(&reset(id, Reason::CANCEL));
+        count += 1;
+    }
+    // Each costs 12 tokens, of which the stream earns 8 back.
+    assert_eq!(count, 24_999);
+}
+
+#[test]
+fn late_frames_of_forgotten_streams_are_no_violations() {
+    let mut peer = Peer::of_server(|config| {
+        config.max_remembered_resets = 10;
+        config.max_error_resets = Some(10);
+    });
+    for index in 0..1_000 {
+        let id = index * 2 + 1;
+        peer.feed(&request(id, false, &[]));
+        let (key, _) = peer.state.next_request().unwrap();
+        peer.state.drop_handle(key);
+        peer.state.drop_handle(key);
+        peer.take();
+    }
+    for id in [1, 3, 901] {
+        let late = [data(id, false, b"late")];
+        assert_eq!(peer.verdict(&late), Stream(id, Reason::STREAM_CLOSED));
+    }
+    for _ in 0..100 {
+        peer.feed(&data(1, false, b"late"));
+        peer.take();
+    }
+    assert_eq!(peer.verdict(&[data(1_999, false, b"late")]), Accepted);
+}
+
+#[test]
+fn resets_are_forgotten_once_the_peer_has_read_them() {
+    let mut peer = Peer::of_client();
+    peer.feed(&settings(&[(3, 1_000)]));
+    let mut keys = Vec::new();
+    for _ in 0..4 {
+        keys.push(get(&mut peer));
+    }
+    peer.take();
+    peer.state.reset(keys[0], Reason::CANCEL, Initiator::User);
+    peer.state.reset(keys[1], Reason::CANCEL, Initiator::User);
+    peer.state.send_ping().unwrap();
+    peer.state.reset(keys[2], Reason::CANCEL, Initiator::User);
+    let ping = peer.take().into_iter().find(|sent| sent.kind == kind::PING);
+    let ids = [1, 3, 5];
+    let remembered = |peer: &Peer| ids.map(|id| peer.state.resets.contains(id));
+    assert_eq!(remembered(&peer), [true; 3]);
+    peer.feed(&frame(kind::PING, flag::ACK, 0, &ping.unwrap().payload));
+    assert_eq!(remembered(&peer), [false, false, true]);
+    assert_eq!(peer.verdict(&[data(5, false, b"late")]), Accepted);
+
+    // A reset behind queued heads may leave after the PING.
+    let cx = Context::from_waker(Waker::noop());
+    assert!(peer.state.take_pong(&cx).is_some());
+    let key = get(&mut peer);
+    peer.state.reset(key, Reason::CANCEL, Initiator::User);
+    peer.state.send_ping().unwrap();
+    peer.state.receive_pong(b"causeway");
+    assert!(peer.state.resets.contains(key.id));
+}
+
+#[test]
+fn unread_heads_and_trailers_count_as_memory() {
+    let mut peer = Peer::of_client();
+    let key = get(&mut peer);
+    let used = |peer: &mut Peer| peer.state.store.get(key).unwrap().used();
+    peer.feed(&headers(1, false, &large_head("103", 100)));
+    let interim = used(&mut peer);
+    assert!(interim > 30_000, "{interim}");
+    peer.feed(&headers(1, false, &large_head("200", 100)));
+    assert_eq!(used(&mut peer), 2 * interim);
+    let stream = peer.state.store.get(key).unwrap();
+    stream.interim.clear();
+    stream.response = None;
+    assert_eq!(stream.used(), 0);
+    peer.feed(&headers(1, true, &large_head("200", 100)[1..]));
+    let trailers = used(&mut peer);
+    assert!(trailers > 30_000 && trailers < interim, "{trailers}");
+}
+
+#[test]
+fn all_streams_together_queue_a_bounded_number_of_bytes() {
+    let mut peer = Peer::of_server(|_| {});
+    peer.feed(&settings(&[(4, 1 << 30)]));
+    peer.feed(&window_update(0, 1 << 30));
+    let mut queued = 0;
+    for index in 0..1_000 {
+        peer.feed(&request(index * 2 + 1, true, &[]));
+        let (key, _) = peer.state.next_request().unwrap();
+        let max_queued = peer.state.max_queued();
+        let stream = peer.state.store.get(key).unwrap();
+        stream.requested = usize::MAX;
+        let capacity = stream.capacity(max_queued);
+        stream.queue.push_back(Bytes::from(vec![0; capacity]));
+        stream.queued = capacity;
+        peer.state.queued += capacity;
+        queued += capacity;
+    }
+    assert_eq!(queued, (8 << 20) + (1_000 - 64) * (16 << 10));
+    for index in 0..1_000 {
+        peer.feed(&reset(index * 2 + 1, Reason::CANCEL));
+    }
+    assert_eq!(peer.state.queued, 0);
+}
+
+#[test]
+fn a_peer_that_only_sends_after_the_end_is_cut_off() {
+    let mut peer = Peer::of_server(|_| {});
+    peer.feed(&frame(kind::PING, 0, 1, &[0; 8]));
+    assert!(peer.state.end.is_some());
+    for _ in 0..64 {
+        peer.feed(b"x");
+    }
+    assert_eq!(peer.state.discarded, 1 << 20);
 }

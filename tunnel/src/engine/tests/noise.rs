@@ -58,6 +58,7 @@ fn use_stream(peer: &mut Peer, key: Key, rng: &mut StdRng) {
             let length = rng.random_range(1..60_000);
             stream.queued += length;
             stream.queue.push_back(Bytes::from(vec![0; length]));
+            state.queued += length;
             state.schedule.add(key, stream);
         }
         1 => state.reset(key, Reason::CANCEL, Initiator::User),
@@ -77,11 +78,12 @@ fn use_stream(peer: &mut Peer, key: Key, rng: &mut StdRng) {
 /// Checks what holds between any two calls.
 fn check(peer: &mut Peer) {
     let state = &mut peer.state;
-    let (mut local, mut remote, mut in_flight) = (0, 0, 0);
+    let (mut local, mut remote, mut in_flight, mut queued) = (0, 0, 0, 0);
     for (_, stream) in state.store.iter_mut() {
         local += usize::from(stream.is_counted && stream.is_local);
         remote += usize::from(stream.is_counted && !stream.is_local);
         in_flight += stream.in_flight;
+        queued += stream.queued;
         assert!(stream.handles > 0 || stream.is_unaccepted || !stream.is_closed());
         assert_eq!(
             stream.queue.iter().map(Bytes::len).sum::<usize>(),
@@ -91,6 +93,7 @@ fn check(peer: &mut Peer) {
         assert!(unread == 0 || stream.in_flight > 0);
     }
     assert_eq!((state.open_local, state.open_remote), (local, remote));
+    assert_eq!(state.queued, queued);
     if !state.receiving.is_inside_frame() && state.end.is_none() {
         let window = state.recv_window.total() + i64::try_from(in_flight).unwrap();
         assert_eq!(window, i64::from(DEFAULT_WINDOW));

@@ -33,6 +33,7 @@ fn queue(peer: &mut Peer, key: Key, length: usize, end: bool) {
     stream.send = if end { Half::Ended } else { Half::Open };
     stream.queued += length;
     stream.queue.push_back(Bytes::from(vec![0; length]));
+    peer.state.queued += length;
     peer.state.schedule.add(key, stream);
 }
 
