@@ -203,8 +203,7 @@ pub(crate) struct BufferedStream {
 }
 
 impl BufferedStream {
-    /// Adds a stream. The entry must be dropped before the last other handle of the stream. Otherwise the engine would never release
-    /// the stream.
+    /// Adds a stream.
     pub(crate) fn new(buffered_streams: &Arc<BufferedStreams>, flow: FlowControl) -> Self {
         let progress = Arc::<Progress>::default();
         let stream = StreamEntry {

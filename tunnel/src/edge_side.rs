@@ -34,6 +34,12 @@ use tokio::{
 /// Largest header list of a peer that is no gateway, in bytes. Its requests are CONNECTs.
 const MAX_UNTRUSTED_HEADER_LIST: u32 = 32 << 10;
 
+/// Number of resets that are remembered on a connection of such a peer: as many as it can have streams.
+const MAX_UNTRUSTED_RESETS: usize = 10_000;
+/// Number of streams that such a peer may have reset before they are accepted. After a pause of the network many arrive at once
+/// together with their resets.
+const MAX_UNTRUSTED_UNACCEPTED: usize = 1_000;
+
 /// Configuration of the edge's end of a tunnel.
 #[derive(Clone, Debug)]
 pub struct EdgeSideConfig {
@@ -202,6 +208,8 @@ where
     } else {
         builder
             .max_header_list_size(MAX_UNTRUSTED_HEADER_LIST)
+            .max_concurrent_reset_streams(MAX_UNTRUSTED_RESETS)
+            .max_pending_accept_reset_streams(MAX_UNTRUSTED_UNACCEPTED)
             .limit_control_frames();
     }
     let handshake = builder
@@ -272,8 +280,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
                 inner: respond,
                 counter: ByteCounter::new(guard.clone()),
             };
-            let (head, body) = request.into_parts();
-            let body = StreamReceiver::new(body, ByteCounter::new(guard));
+            let (head, mut body) = request.into_parts();
+            let counter = ByteCounter::new(guard);
+            let flow = (!body.is_end_stream()).then(|| body.flow_control().clone());
+            let buffered = flow.map(|flow| counter.register_receiver(flow));
+            let body = StreamReceiver::new(body, counter, buffered);
             let mut head = Request::from_parts(head, ());
             let forwarded = ForwardedFields::take(head.headers_mut());
             let source = take_source(head.headers_mut());

@@ -11,7 +11,7 @@ pub use driver::{ConnectionDriver, connect};
 use window_grant::WindowGrant;
 
 use crate::{
-    buffered::{MemoryBudget, NodeBudget},
+    buffered::{BufferedStream, MemoryBudget, NodeBudget},
     control_stream::ControlStream,
     engine::{self, ext::Protocol},
     error::StreamError,
@@ -192,6 +192,8 @@ pub struct OpenStream {
 pub struct StreamResponse {
     inner: engine::client::ResponseFuture,
     counter: Option<ByteCounter>,
+    /// Entry among the streams that can hold unread bytes: a response may arrive long before it is read.
+    buffered: Option<BufferedStream>,
     interim_count: usize,
 }
 
@@ -342,11 +344,13 @@ impl Tunnel {
         }
         let mut ready_sender = self.sender.clone().ready().await?;
         let (inner, send) = ready_sender.send_request(head, end_stream)?;
+        let counter = ByteCounter::new(guard.clone());
         Ok(OpenStream {
-            send: StreamSender::new(send, ByteCounter::new(guard.clone()), end_stream),
+            send: StreamSender::new(send, ByteCounter::new(guard), end_stream),
             response: StreamResponse {
+                buffered: (inner.flow_control()).map(|flow| counter.register_receiver(flow)),
                 inner,
-                counter: Some(ByteCounter::new(guard)),
+                counter: Some(counter),
                 interim_count: 0,
             },
         })
@@ -517,6 +521,9 @@ impl Future for StreamResponse {
     type Output = Result<Response<StreamReceiver>, StreamError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        if (self.buffered.as_ref()).is_some_and(|buffered| buffered.progress().is_evicted()) {
+            return Poll::Ready(Err(StreamError::Evicted));
+        }
         // The engine would buffer interim responses without a limit until the final response is polled.
         while let Some(interim) = ready!(self.inner.poll_informational(cx)) {
             interim?;
@@ -526,7 +533,10 @@ impl Future for StreamResponse {
         let counter = self.counter.take().ok_or(StreamError::ProtocolViolation(
             "the response was read twice",
         ))?;
-        Poll::Ready(Ok(response.map(|body| StreamReceiver::new(body, counter))))
+        let buffered = self.buffered.take();
+        Poll::Ready(Ok(
+            response.map(|body| StreamReceiver::new(body, counter, buffered))
+        ))
     }
 }
 

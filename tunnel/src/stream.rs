@@ -226,7 +226,6 @@ impl Drop for StreamSender {
 /// Receiving half of a stream.
 #[derive(Debug)]
 pub struct StreamReceiver {
-    /// Declared before `inner`, so that it is dropped first.
     buffered: Option<BufferedStream>,
     inner: engine::RecvStream,
     counter: ByteCounter,
@@ -238,10 +237,14 @@ pub struct StreamReceiver {
 }
 
 impl StreamReceiver {
-    pub(crate) fn new(mut inner: engine::RecvStream, counter: ByteCounter) -> Self {
-        let flow = (!inner.is_end_stream()).then(|| inner.flow_control().clone());
+    /// Creates the receiver of a stream. `buffered` is its entry among those that can hold unread bytes.
+    pub(crate) fn new(
+        inner: engine::RecvStream,
+        counter: ByteCounter,
+        buffered: Option<BufferedStream>,
+    ) -> Self {
         Self {
-            buffered: flow.map(|flow| counter.register_receiver(flow)),
+            buffered,
             inner,
             counter,
             unreleased: 0,

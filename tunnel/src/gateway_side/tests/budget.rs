@@ -287,6 +287,23 @@ async fn tunnels_of_one_node_share_its_budget() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_response_counts_before_it_is_read() {
+    let mut turning = taking_turns(settings(Arc::default())).await;
+    let opened = open(&turning.tunnel, true).await;
+    let stream = turning.asked.recv().await.unwrap();
+    let mut send = stream.responder.send(Response::new(()), false).unwrap();
+    fill(&mut send).await;
+    let unread = || turning.tunnel.load().sample_buffered().total;
+    let before = unread();
+    assert!(before > 0);
+    let response = opened.response.await.unwrap();
+    // Only the head has left.
+    assert!((before - 1_000..before).contains(&unread()));
+    drop(response);
+    assert_eq!(unread(), 0);
+}
+
 /// The edge stays alive by its bytes, but never reports its answer to a window grant.
 #[tokio::test(start_paused = true)]
 async fn an_edge_that_does_not_take_its_turn_loses_its_tunnel() {
