@@ -28,10 +28,15 @@ const PATIENCE: Duration = Duration::from_mins(2);
 
 /// A gateway and an edge with at most this number of tunnels, which use `link`.
 async fn testbed(app: &App, delay: Duration, tunnels: usize) -> (TestBed, Link) {
-    let world = TestBed::build().start().await;
+    // A busy machine is silent as well.
+    let build = TestBed::build().config(|config| config.tunnel.close_after = PATIENCE);
+    let world = build.start().await;
     let link = Link::far(world.tunnel(), delay).await;
     let plan = world.edge("edge-1").port(9100, app.address());
-    let plan = plan.config(|config| config.tunnels.max = tunnels);
+    let plan = plan.config(|config| {
+        config.tunnels.max = tunnels;
+        config.timeouts.silence = PATIENCE;
+    });
     let edge = plan.only_by(&link).join().await;
     (TestBed::of(world, edge), link)
 }

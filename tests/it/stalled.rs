@@ -22,6 +22,7 @@ use hyper::{
 };
 use socket2::{Domain, Socket, Type};
 use std::{
+    future::pending,
     net::SocketAddr,
     sync::{
         Arc,
@@ -190,16 +191,15 @@ async fn uploads_that_stall_hold_no_more_at_the_edge_than_its_budget() {
 
 #[tokio::test]
 async fn an_upload_unread_by_the_upstream_is_504_for_every_protocol() {
-    let deaf = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let deaf = deaf();
     let build = TestBed::build().config(|config| config.timeouts.upload = Duration::from_secs(2));
     let testbed = TestBed::along(build, Protocol::Http, deaf.local_addr().unwrap()).await;
     let (mut stays, mut leaves) = (testbed.tcp("plain").await, testbed.tcp("plain").await);
-    fill(&testbed, &mut stays).await;
     fill(&testbed, &mut leaves).await;
     // While own bytes are still in flight this is a FIN, which a peer that does not read does not notice. On a slow machine the
     // gateway may have reset the connection before.
     let _ = leaves.shutdown().await;
-    let head = read_head(&mut stays).await;
+    let head = upload_until_answered(&mut stays).await;
     assert!(head.starts_with("HTTP/1.1 504 "), "{head}");
     assert!(head.contains("target_timeout"), "{head}");
     until("nothing is left of either", async || {
@@ -314,10 +314,12 @@ fn endless() -> Request<Body> {
 /// Number of requests to the gateway during which each task of this thread runs repeatedly.
 const TURNS: usize = 10;
 
+/// Head of an upload.
+const UPLOAD: &str = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 1000000000\r\n\r\n";
+
 /// Uploads until no more bytes are accepted.
 async fn fill(testbed: &TestBed, wire: &mut impl Wire) {
-    let head = "POST / HTTP/1.1\r\nHost: edge-1:9100\r\nContent-Length: 1000000000\r\n\r\n";
-    wire.write_all(head.as_bytes()).await.unwrap();
+    wire.write_all(UPLOAD.as_bytes()).await.unwrap();
     let chunk = vec![0; 64 << 10];
     loop {
         let is_full = async {
@@ -336,6 +338,24 @@ async fn fill(testbed: &TestBed, wire: &mut impl Wire) {
         if written.is_err() {
             return;
         }
+    }
+}
+
+/// Uploads until the head of an answer comes, and returns it. A client that stopped before would be waited for if buffers on the
+/// way still had room.
+async fn upload_until_answered(wire: &mut impl Wire) -> String {
+    let (mut reading, mut writing) = tokio::io::split(wire);
+    let uploading = async {
+        let mut written = writing.write_all(UPLOAD.as_bytes()).await;
+        let chunk = vec![0; 64 << 10];
+        while written.is_ok() {
+            written = writing.write_all(&chunk).await;
+        }
+        pending().await
+    };
+    tokio::select! {
+        head = read_head(&mut reading) => head,
+        () = uploading => unreachable!("it ends with the head"),
     }
 }
 
