@@ -11,7 +11,7 @@ use std::{
 
 use serde_json::json;
 
-use super::replicas::ready_behind;
+use super::replicas::{Ends, ready_behind};
 use crate::world::{
     World,
     causeway::BINARY,
@@ -216,7 +216,6 @@ impl<'a> Fleet<'a> {
         let stop = AtomicBool::new(false);
         thread::scope(|scope| {
             let asking = scope.spawn(|| self.asks_on((service, ask), &stop));
-            // Also after a failed change.
             let ends = Ends(&stop);
             change();
             drop(ends);
@@ -294,14 +293,6 @@ impl Counted {
 
     pub(super) fn none_failed(&self) {
         assert!(self.failed.is_empty(), "{:#?}", self.failed);
-    }
-}
-
-struct Ends<'a>(&'a AtomicBool);
-
-impl Drop for Ends<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
     }
 }
 
