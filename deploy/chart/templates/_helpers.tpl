@@ -90,6 +90,7 @@ merged into it. With only the values way and address the objects are the same.
 {{- $_ := set $data $file (replace "gw.example.com:10262" $address (get $data $file)) }}
 {{- end }}
 {{- if eq .side "gateway" }}
+{{- include "causeway.state" (dict "given" $given "root" .root) }}
 {{- if ne .values.caSecret "causeway-ca" }}
 {{- $given = mergeOverwrite (dict "kubernetes" (dict "ca_secret" .values.caSecret)) $given }}
 {{- end }}
@@ -104,6 +105,22 @@ merged into it. With only the values way and address the objects are the same.
 {{- if .values.policy }}{{ $_ := set $data "policy.yaml" (printf "%s\n" (toYaml .values.policy)) }}{{ end }}
 {{- end }}
 {{- if $given }}{{ $_ := set $data $file (printf "%s\n" (mergeOverwrite (get $data $file | fromYaml) $given | toYaml)) }}{{ end }}
+{{- end }}
+
+{{- /* Refuses names of Secrets for which the release has no rights, and gateways without a common CA. */ -}}
+{{- define "causeway.state" -}}
+{{- $kubernetes := .given.kubernetes | default dict }}
+{{- $own := printf "%s/causeway-state" .root.Release.Namespace }}
+{{- if hasKey $kubernetes "ca_secret" }}
+{{- fail "gateway.config.kubernetes.ca_secret: use gateway.caSecret, to which the gateways get their rights" }}
+{{- end }}
+{{- if hasKey $kubernetes "state" }}
+{{- if and $kubernetes.state (ne $kubernetes.state $own) }}
+{{- fail (printf "gateway.config.kubernetes.state: the gateways have rights only to the Secrets %s; remove it" $own) }}
+{{- else if not (or $kubernetes.state .given.state (has .root.Values.way (list "addresses" "egress"))) }}
+{{- fail "gateway.config.kubernetes.state: without these Secrets each gateway makes a CA of its own; set gateway.config.state" }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{- /* Merges the values into the Deployment or DaemonSet of a side. */ -}}

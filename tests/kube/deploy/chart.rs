@@ -121,6 +121,18 @@ fn helm_refuses_ineffective_values() {
             "way egress has no Service",
         ),
         (
+            "gateway.config.kubernetes.ca_secret=our-ca",
+            "use gateway.caSecret",
+        ),
+        (
+            "gateway.config.kubernetes.state=causeway/our-state",
+            "rights only to the Secrets default/causeway-state",
+        ),
+        (
+            "gateway.config.kubernetes.state=null",
+            "each gateway makes a CA of its own",
+        ),
+        (
             "gateway.metrics.podMonitor.enabled=true",
             "nothing to read without gateway.metrics.enabled",
         ),

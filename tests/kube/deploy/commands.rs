@@ -70,7 +70,7 @@ pub(super) fn block(part: &str) -> String {
 }
 
 /// A part of each block, and the tests that run the block.
-const BLOCKS: [(&str, &str); 16] = [
+const BLOCKS: [(&str, &str); 17] = [
     ("kubectl kustomize overlays/clients", "commands"),
     ("openssl req", "commands"),
     ("docker run", "commands"),
@@ -79,6 +79,7 @@ const BLOCKS: [(&str, &str); 16] = [
     ("rollout status daemonset", "rollouts"),
     ("rollout undo", "rollouts"),
     ("delete -k", "rollouts"),
+    ("rollout restart", "rollouts"),
     ("ca rotate", "commands"),
     ("in_pod ca csr", "commands"),
     // The same patch, and a client in the pods' network.

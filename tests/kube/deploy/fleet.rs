@@ -1,4 +1,4 @@
-//! A cluster with all that runs a Deployment and a `DaemonSet`: their controllers, a scheduler, a node in the cloud whose pods
+//! A cluster with all that runs a Deployment and a `DaemonSet`: their controllers, a scheduler, nodes in the cloud whose pods
 //! can be dialled, and three nodes behind NAT.
 
 use std::{
@@ -11,7 +11,7 @@ use std::{
 
 use serde_json::json;
 
-use super::replicas::ready_behind;
+use super::replicas::{Ends, ready_behind};
 use crate::world::{
     World,
     causeway::BINARY,
@@ -26,7 +26,7 @@ pub(super) const VERSIONS: [&str; 2] = ["causeway:0.1.0", "causeway:0.1.1"];
 
 /// The controllers that the tests' cluster does not run otherwise.
 const CONTROLLERS: &str = "deployment-controller,replicaset-controller,daemonset-controller,job-controller,\
-     garbage-collector-controller";
+     garbage-collector-controller,disruption-controller";
 
 /// The cluster's DNS.
 const NAMES: Ipv4Addr = Ipv4Addr::new(10, 97, 0, 53);
@@ -39,7 +39,7 @@ const API: &str = "table ip services {\n\
 /// The nodes and processes. They end with it, and their Node objects too.
 pub(super) struct Fleet<'a> {
     pub(super) world: &'a World,
-    pub(super) cloud: Node,
+    pub(super) clouds: Vec<Node>,
     pub(super) edges: Vec<Node>,
     processes: Vec<Process>,
 }
@@ -48,6 +48,11 @@ impl<'a> Fleet<'a> {
     /// Starts a node in the cloud with this number and three edge nodes with the next ones. The other edge nodes get no
     /// `DaemonSet`. Returns `None` without a scheduler.
     pub(super) fn start(world: &'a World, number: u8) -> Option<Self> {
+        Self::with_clouds(world, number, 1)
+    }
+
+    /// Starts the same with this many nodes in the cloud, which have the first numbers.
+    pub(super) fn with_clouds(world: &'a World, number: u8, clouds: u8) -> Option<Self> {
         let cluster = &world.cluster;
         if !cluster.assets.join("kube-scheduler").exists() {
             crate::missing("kube-scheduler (tests/kube/assets/build)");
@@ -56,12 +61,16 @@ impl<'a> Fleet<'a> {
         let line = "label node edge-1 edge-2 causeway.io/edge-";
         cluster.kubectl(line).run().ok();
         let node = |number| Node::start(&world.folder, cluster, number);
-        let cloud = node(number);
-        let edges: Vec<_> = (1..=3).map(|more| node(number + more)).collect();
-        cloud.site.admits(&cloud.pods, number + 1..=number + 3);
+        let numbers = number..number + clouds + 3;
+        let mut clouds: Vec<_> = numbers.clone().map(node).collect();
+        let edges = clouds.split_off(clouds.len() - 3);
+        for (own, cloud) in numbers.clone().zip(&clouds) {
+            let others = numbers.clone().filter(|other| *other != own);
+            cloud.site.admits(&cloud.pods, others);
+        }
         let mut fleet = Self {
             world,
-            cloud,
+            clouds,
             edges,
             processes: Vec::new(),
         };
@@ -69,23 +78,29 @@ impl<'a> Fleet<'a> {
         for node in fleet.nodes() {
             furnish(world, node, &archive.display().to_string());
         }
-        fleet.belongs_to_the_cloud();
+        fleet.belong_to_the_cloud();
         fleet.run();
         Some(fleet)
     }
 
     pub(super) fn nodes(&self) -> impl Iterator<Item = &Node> {
-        [&self.cloud].into_iter().chain(&self.edges)
+        self.clouds.iter().chain(&self.edges)
     }
 
-    /// Makes the first node one of the cloud, as its pods' network already is. The cluster's other node in the cloud is
+    /// The first node in the cloud.
+    pub(super) fn cloud(&self) -> &Node {
+        &self.clouds[0]
+    }
+
+    /// Makes the first nodes those of the cloud, as their pods' networks already are. The cluster's other node in the cloud is
     /// drained: its taint is the one of a cordoned node.
-    fn belongs_to_the_cloud(&self) {
+    fn belong_to_the_cloud(&self) {
         let cluster = &self.world.cluster;
-        let name = &self.cloud.name;
+        let names: Vec<_> = self.clouds.iter().map(|node| node.name.clone()).collect();
         for line in [
             format!(
-                "label node {name} causeway.io/edge- openyurt.io/is-edge-worker- node-role.kubernetes.io/control-plane="
+                "label node {} causeway.io/edge- openyurt.io/is-edge-worker- node-role.kubernetes.io/control-plane=",
+                names.join(" ")
             ),
             "label --overwrite node cloud-1 kubernetes.io/hostname=cloud-1".to_owned(),
             "taint --overwrite node cloud-1 node.kubernetes.io/unschedulable:NoSchedule".to_owned(),
@@ -93,9 +108,11 @@ impl<'a> Fleet<'a> {
             cluster.kubectl(&line).run().ok();
         }
         // All addresses are routed, as on a machine of the cloud.
-        let networks = self.cloud.path("cni/pods.conflist");
-        let text = fs::read_to_string(&networks).unwrap();
-        fs::write(networks, text.replace(&format!("{CLOUD}/32"), "0.0.0.0/0")).unwrap();
+        for node in &self.clouds {
+            let networks = node.path("cni/pods.conflist");
+            let text = fs::read_to_string(&networks).unwrap();
+            fs::write(networks, text.replace(&format!("{CLOUD}/32"), "0.0.0.0/0")).unwrap();
+        }
     }
 
     fn run(&mut self) {
@@ -153,8 +170,8 @@ impl<'a> Fleet<'a> {
         }
     }
 
-    /// Checks that the gateways are on the node of the cloud that is not drained and were started once, and that all pods have
-    /// this image.
+    /// Checks that the gateways are on nodes of the cloud that are not drained and were started once, and that all pods have this
+    /// image.
     pub(super) fn runs(&self, image: &str) {
         let pods = self
             .world
@@ -166,7 +183,11 @@ impl<'a> Fleet<'a> {
         for pod in live.filter(|pod| pod["status"]["phase"] == "Running") {
             assert_eq!(pod["spec"]["containers"][0]["image"], image);
             if pod["metadata"]["namespace"] == "causeway" {
-                assert_eq!(pod["spec"]["nodeName"], self.cloud.name.as_str());
+                let node = &pod["spec"]["nodeName"];
+                assert!(
+                    self.clouds.iter().any(|cloud| *node == cloud.name),
+                    "{pod:#}"
+                );
                 let container = &pod["status"]["containerStatuses"][0];
                 assert_eq!(container["restartCount"], 0, "{pod:#}");
             }
@@ -195,7 +216,6 @@ impl<'a> Fleet<'a> {
         let stop = AtomicBool::new(false);
         thread::scope(|scope| {
             let asking = scope.spawn(|| self.asks_on((service, ask), &stop));
-            // Also after a failed change.
             let ends = Ends(&stop);
             change();
             drop(ends);
@@ -276,14 +296,6 @@ impl Counted {
     }
 }
 
-struct Ends<'a>(&'a AtomicBool);
-
-impl Drop for Ends<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-}
-
 impl Drop for Fleet<'_> {
     fn drop(&mut self) {
         let cluster = &self.world.cluster;
@@ -294,7 +306,7 @@ impl Drop for Fleet<'_> {
         }
         self.processes.clear();
         let names: Vec<_> = self.nodes().map(|node| node.name.clone()).collect();
-        for node in [&mut self.cloud].into_iter().chain(&mut self.edges) {
+        for node in self.clouds.iter_mut().chain(&mut self.edges) {
             node.kubelet_dies();
         }
         for line in [

@@ -29,7 +29,7 @@ use crate::{
     },
 };
 
-pub(super) fn trials() -> [Trial; 6] {
+pub(super) fn trials() -> [Trial; 7] {
     [
         trial(
             "deploy::rollouts_of_clients_are_counted",
@@ -55,6 +55,10 @@ pub(super) fn trials() -> [Trial; 6] {
             "deploy::rollouts_by_helm_are_counted",
             rollouts_by_helm_are_counted,
         ),
+        trial(
+            "deploy::a_restart_and_a_drain_of_three_gateways_are_counted",
+            a_restart_and_a_drain_of_three_gateways_are_counted,
+        ),
     ]
 }
 
@@ -62,7 +66,7 @@ pub(super) fn trials() -> [Trial; 6] {
 fn edited(fleet: &Fleet<'_>, way: &str) -> Vec<Value> {
     let world = fleet.world;
     let on_hosts = ON_HOSTS.contains(&way);
-    let address = fleet.cloud.site.address().to_string();
+    let address = fleet.cloud().site.address().to_string();
     let name = if on_hosts { address.as_str() } else { GATEWAYS };
     let text = kustomized(world, way).replace("gw.example.com", name);
     let mut all = objects(world, &text);
@@ -130,8 +134,8 @@ fn is_left(fleet: &Fleet<'_>, way: &str, objects: &[&str]) {
         .iter()
         .map(|node| format!("{}: /var/lib/causeway-edge", node.name));
     let on_host = ON_HOSTS.contains(&way);
-    let host = on_host.then(|| format!("{}: /var/lib/causeway", fleet.cloud.name));
-    let socket = (way == "egress").then(|| format!("{}: /run/causeway", fleet.cloud.name));
+    let host = on_host.then(|| format!("{}: /var/lib/causeway", fleet.cloud().name));
+    let socket = (way == "egress").then(|| format!("{}: /run/causeway", fleet.cloud().name));
     let objects = objects.iter().map(|&it| it.to_owned());
     let wanted: BTreeSet<_> = objects.chain(edges).chain(host).chain(socket).collect();
     assert_eq!(left, wanted, "{way}");
@@ -191,14 +195,30 @@ fn prometheus(world: &World) -> String {
 
 /// A client of apps by the token of an account.
 fn scrape(world: &World, token: &str, node: &Node, at: Option<&str>) -> ToolOutput {
+    scrapes(world, (token, ""), node, at)
+}
+
+/// A client that sends twenty requests at once, all of which must succeed.
+fn burst(world: &World, token: &str, node: &Node, at: Option<&str>) -> ToolOutput {
+    scrapes(world, (token, "?[1-20]"), node, at)
+}
+
+/// Sends a request for each value of the query, a range of curl.
+fn scrapes(
+    world: &World,
+    (token, query): (&str, &str),
+    node: &Node,
+    at: Option<&str>,
+) -> ToolOutput {
     let name = &node.name;
     curl(Program::new("curl"))
-        .args(["--cacert".to_owned(), world.cluster.pki.path("ca.pem")])
+        .words("--no-progress-meter --parallel --fail-early --cacert")
+        .args([world.cluster.pki.path("ca.pem")])
         .args([
             "--connect-to",
             &format!("::{}:9100", at.unwrap_or_default()),
         ])
-        .args(["-H", token, &format!("https://{name}:9100/metrics")])
+        .args(["-H", token, &format!("https://{name}:9100/metrics{query}")])
         .run()
 }
 
@@ -237,7 +257,7 @@ fn rollouts_of_ports_are_counted() {
     // From the bridge of the pods' network.
     let pod = |node: &Node, at: Option<&str>| {
         let to = format!("::{}:10255", at.unwrap_or_default());
-        let curl = curl(fleet.cloud.at("curl")).args(["--connect-to", &to]);
+        let curl = curl(fleet.cloud().at("curl")).args(["--connect-to", &to]);
         curl.args([format!("http://{}:10255/metrics", node.name)])
             .run()
     };
@@ -251,19 +271,19 @@ fn rollouts_on_hosts_are_counted() {
         return;
     };
     let address = |node: &Node, _: Option<&str>| {
-        let curl = as_kube_apiserver(&world, fleet.cloud.at("curl"));
+        let curl = as_kube_apiserver(&world, fleet.cloud().at("curl"));
         let url = format!("https://{}:10250/healthz", node.site.address());
         curl.args([url]).run()
     };
     let both = rolls(&fleet, "addresses", (None, &address));
     both.iter().for_each(Counted::none_failed);
     let folders = fleet
-        .cloud
+        .cloud()
         .at("install")
         .words("-d -m 700 -o 65532 -g 65532");
     let folders = folders.args(["/var/lib/causeway", "/run/causeway"]);
     fleet
-        .cloud
+        .cloud()
         .at("rm")
         .words("-rf /var/lib/causeway")
         .run()
@@ -274,7 +294,7 @@ fn rollouts_on_hosts_are_counted() {
             "import socket,sys\ns=socket.socket(socket.AF_UNIX)\ns.settimeout(20)\ns.connect('/run/causeway/kube-apiserver.sock')\ns.sendall(b'CONNECT {0}:10250 HTTP/1.1\\r\\nHost: {0}:10250\\r\\n\\r\\n')\nh=s.recv(999)\nsys.exit(0 if b' 200 ' in h[:20] else str(h))",
             node.name
         );
-        fleet.cloud.at("python3").args(["-c", &line]).run()
+        fleet.cloud().at("python3").args(["-c", &line]).run()
     };
     let both = rolls(&fleet, "egress", (None, &socket));
     both.iter().for_each(Counted::none_failed);
@@ -286,7 +306,7 @@ fn rollouts_on_several_hosts_change_the_gateway_of_each() {
     let Some(fleet) = Fleet::start(&world, 53) else {
         return;
     };
-    let hosts = [&fleet.cloud, &fleet.edges[0]];
+    let hosts = [fleet.cloud(), &fleet.edges[0]];
     let labels =
         "causeway.io/edge- openyurt.io/is-edge-worker- node-role.kubernetes.io/control-plane=";
     let line = format!("label node {} {labels}", hosts[1].name);
@@ -377,6 +397,24 @@ fn write_values(shell: &Shell<'_>) {
     .unwrap();
 }
 
+/// Installs the chart as its users do, with further options of helm.
+fn installed_by_helm<'a>(fleet: &Fleet<'a>, options: &str) -> Shell<'a> {
+    let world = fleet.world;
+    let shell = Shell::new(world, "deploy-rollouts");
+    shell.script("kubectl", "#!/bin/sh\nexec \"$REAL\" \"$CONFIG\" \"$@\"\n");
+    own_names(world, &shell.folder.join("chart"));
+    write_values(&shell);
+    let run = |text: &str| run(&shell, text);
+    run("kubectl create namespace causeway || true");
+    run("kubectl -n causeway delete secret causeway-ca --ignore-not-found");
+    ca_secret(world);
+    run("kubectl delete namespace causeway-edge --ignore-not-found --timeout=100s");
+    let install = block("helm install");
+    run(&format!("export HELM_MORE='{options}'\n{install}"));
+    fleet.is_up();
+    shell
+}
+
 fn rollouts_by_helm_are_counted() {
     let world = world();
     if helm(&world).is_none() {
@@ -385,20 +423,11 @@ fn rollouts_by_helm_are_counted() {
     let Some(fleet) = Fleet::start(&world, 33) else {
         return;
     };
-    let shell = Shell::new(&world, "deploy-rollouts");
-    shell.script("kubectl", "#!/bin/sh\nexec \"$REAL\" \"$CONFIG\" \"$@\"\n");
     let token = prometheus(&world);
     let ask = |node: &Node, at: Option<&str>| scrape(&world, &token, node, at);
     let client: Client<'_> = (Some("causeway-listeners"), &ask);
-    own_names(&world, &shell.folder.join("chart"));
-    write_values(&shell);
+    let shell = installed_by_helm(&fleet, "");
     let run = |text: &str| run(&shell, text);
-    run("kubectl create namespace causeway || true");
-    run("kubectl -n causeway delete secret causeway-ca --ignore-not-found");
-    ca_secret(&world);
-    run("kubectl delete namespace causeway-edge --ignore-not-found --timeout=100s");
-    run(&block("helm install"));
-    fleet.is_up();
     let update = fleet.under_requests(client, || {
         run(&block("helm upgrade"));
         fleet.is_up();
@@ -427,4 +456,51 @@ fn rollouts_by_helm_are_counted() {
     is_left(&fleet, "helm", &kept);
     run(rest);
     is_left(&fleet, "helm", &kept[..1]);
+}
+
+/// Replaces three gateways on three nodes as `kubectl rollout restart` does, and drains two of these nodes at once.
+fn a_restart_and_a_drain_of_three_gateways_are_counted() {
+    let world = world();
+    if helm(&world).is_none() {
+        return;
+    }
+    let Some(fleet) = Fleet::with_clouds(&world, 63, 3) else {
+        return;
+    };
+    let token = prometheus(&world);
+    let ask = |node: &Node, at: Option<&str>| burst(&world, &token, node, at);
+    let client: Client<'_> = (Some("causeway-listeners"), &ask);
+    let shell = installed_by_helm(&fleet, "--set gateway.replicas=3");
+    let nodes: Vec<_> = fleet.clouds.iter().map(|node| node.name.as_str()).collect();
+    let first = gateways(&world);
+    assert!(first.keys().eq(&nodes), "{first:#?}");
+    let restart = fleet.under_requests(client, || {
+        let line = "rollout restart deployment/causeway-gateway";
+        run(&shell, &block(line));
+        fleet.runs(VERSIONS[0]);
+    });
+    restart.report("three gateways: restart").none_failed();
+    let second = gateways(&world);
+    assert!(second.keys().eq(&nodes), "{second:#?}");
+    for (node, pod) in &second {
+        assert_ne!(pod["metadata"]["uid"], first[node]["metadata"]["uid"]);
+    }
+    let budget = "poddisruptionbudget -n causeway causeway-gateway";
+    let budget = &world.cluster.get(budget).unwrap()["status"];
+    assert_eq!(budget["desiredHealthy"], 2, "{budget}");
+    let drain = fleet.under_requests(client, || {
+        let drained = nodes[..2].join(" ");
+        // The controller that taints cordoned nodes does not run here.
+        let taint = "node.kubernetes.io/unschedulable:NoSchedule";
+        run(&shell, &format!("kubectl taint node {drained} {taint}"));
+        let options = "--ignore-daemonsets --delete-emptydir-data";
+        run(&shell, &format!("kubectl drain {drained} {options}"));
+        fleet.is_up();
+        fleet.runs(VERSIONS[0]);
+    });
+    drain
+        .report("three gateways: drain of two nodes")
+        .none_failed();
+    let removal = block("helm uninstall");
+    run(&shell, removal.lines().next().unwrap());
 }

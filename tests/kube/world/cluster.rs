@@ -51,7 +51,7 @@ pub(crate) struct Cluster {
     /// Number of starts of the API server.
     pub(crate) started: usize,
     _etcd: Process,
-    _controllers: Process,
+    controllers: Option<Process>,
 }
 
 impl Cluster {
@@ -74,7 +74,6 @@ impl Cluster {
             .words("--advertise-client-urls=http://127.0.0.1:2379")
             .words("--listen-peer-urls=http://127.0.0.1:2380")
             .start(&folder.join("etcd.log"));
-        let controllers = controllers(folder, assets, &pki);
         let flags = Flags {
             authority: Some(pki.path("ca.pem").into()),
             addresses: "Hostname",
@@ -88,9 +87,11 @@ impl Cluster {
             flags,
             started: 0,
             _etcd: etcd,
-            _controllers: controllers,
+            controllers: None,
         };
         cluster.restart();
+        // It ends if no API server answers within 10 s of its start.
+        cluster.controllers = Some(controllers(folder, assets, &cluster.pki));
         cluster.furnish();
         cluster
     }
