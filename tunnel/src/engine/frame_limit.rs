@@ -56,10 +56,11 @@ impl FrameLimit {
         payload >= MIN_UNREAD_DATA || self.spend(1)
     }
 
-    /// Charges for a reset of a stream that the user has not got. Returns `false` if the peer floods this end.
+    /// Charges for a reset of a stream that the user has not got, and which has earned nothing. Returns `false` if the peer floods
+    /// this end.
     #[must_use]
     pub(super) fn charge_unaccepted_reset(&mut self) -> bool {
-        self.spend(RARE_FRAME_COST)
+        self.spend(RARE_FRAME_COST + TOKENS_PER_STREAM)
     }
 
     fn spend(&mut self, tokens: u64) -> bool {
