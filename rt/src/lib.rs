@@ -2,7 +2,7 @@
 //!
 //! `cache` is a bounded cache with a time to live for each entry and one fetch for all concurrent calls. `resolve` turns
 //! host names into addresses. `exposition` writes metrics as text, with those of the process. The other modules are needed
-//! by connections: tasks with an owner, sockets, listeners, limits, turns, a client for one HTTP request, throttles of log lines.
+//! by connections: tasks with an owner, sockets, relays, listeners, limits, turns, a client for one HTTP request, throttles of log lines.
 //! `local_proxy` reads the requests of local programs that use SOCKS5 or HTTP CONNECT.
 //! `host_addresses` knows the addresses of this host's interfaces. `descriptor_passing` passes open sockets to another process.
 //!
@@ -10,6 +10,7 @@
 
 pub mod backoff;
 mod cache;
+pub mod copy;
 mod exposition;
 mod forward;
 pub mod http_client;

@@ -1,17 +1,23 @@
 //! Copies of a session's bytes: to a local socket, or to standard input and output.
 //!
 //! Each direction ends by itself, so a half-closed connection works. A session that breaks is an error, and the local socket is
-//! reset, so that no program takes an aborted transfer for a complete one.
+//! reset behind the last bytes, so that no program takes an aborted transfer for a complete one.
 
 use std::io::{self, IsTerminal};
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
 
-use causeway_rt::socket::{ResetOnClose, ResetUnlessComplete};
-use tokio::io::{
-    AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, copy_bidirectional_with_sizes, split,
-};
+use causeway_rt::copy::{ByteCounters, CopyOutcome, relay_connection};
+use causeway_rt::socket::ResetOnClose;
+use futures_util::FutureExt;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, split};
+use tokio::time::timeout;
 
-/// Size of the buffer of each direction.
+/// Size of the buffer of each direction of standard input and output.
 const BUFFER_BYTES: usize = 64 * 1024;
+/// Maximum time to write the last bytes of a session that accepts no more bytes.
+const DELIVERY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Copies between a local connection and a session until both directions have ended. If the future is dropped before, both are
 /// reset.
@@ -23,16 +29,11 @@ where
     L: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
     S: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
 {
-    // Not an async function, because such a function would not have the sockets in their guard before its first poll.
-    let mut local = ResetUnlessComplete::new(local);
-    let mut session = ResetUnlessComplete::new(session);
-    async move {
-        let (near, far) = (&mut local.socket, &mut session.socket);
-        copy_bidirectional_with_sizes(near, far, BUFFER_BYTES, BUFFER_BYTES).await?;
-        local.complete();
-        session.complete();
-        Ok(())
-    }
+    let relaying = relay_connection(local, session, Arc::<ByteCounters>::default(), false);
+    relaying.map(|outcome| match outcome {
+        CopyOutcome::Clean => Ok(()),
+        CopyOutcome::Socket(error) | CopyOutcome::Stream(error) => Err(error),
+    })
 }
 
 /// Copies between standard input and output and a session. Standard output is closed as soon as the session has no more bytes.
@@ -42,28 +43,42 @@ where
 /// # Errors
 /// If the session breaks, or standard output cannot be written.
 pub(crate) async fn relay_stdio<S: AsyncRead + AsyncWrite>(session: S) -> io::Result<()> {
+    let ends_with_session = io::stdin().is_terminal() || !CLOSES_STANDARD_OUTPUT;
+    let stdio = (tokio::io::stdin(), tokio::io::stdout());
+    relay_halves(stdio, close_standard_output, session, ends_with_session).await
+}
+
+/// Copies between an input and an output and a session. `close_output` is called as soon as the session has no more bytes. The relay
+/// ends then, or also waits for the end of the input.
+async fn relay_halves<S: AsyncRead + AsyncWrite>(
+    (mut input, mut output): (impl AsyncRead + Unpin, impl AsyncWrite + Unpin),
+    close_output: impl FnOnce() -> io::Result<()>,
+    session: S,
+    ends_with_session: bool,
+) -> io::Result<()> {
     let (mut from_session, mut to_session) = split(session);
-    let upload = async {
-        copy(&mut tokio::io::stdin(), &mut to_session).await?;
+    let mut upload = pin!(async {
+        copy(&mut input, &mut to_session).await?;
         to_session.shutdown().await
-    };
-    let download = async {
-        copy(&mut from_session, &mut tokio::io::stdout()).await?;
-        close_standard_output()
-    };
-    if io::stdin().is_terminal() || !CLOSES_STANDARD_OUTPUT {
-        let upload_failure = async {
-            match upload.await {
-                Ok(()) => std::future::pending().await,
-                failure => failure,
+    });
+    let mut download = pin!(async {
+        copy(&mut from_session, &mut output).await?;
+        close_output()
+    });
+    tokio::select! {
+        biased;
+        ended = &mut download => match ended {
+            Ok(()) if !ends_with_session => upload.await,
+            ended => ended,
+        },
+        sent = &mut upload => match sent {
+            Ok(()) => download.await,
+            Err(error) => {
+                // The last bytes of a session that was reset can still be read.
+                let _ = timeout(DELIVERY_TIMEOUT, download).await;
+                Err(error)
             }
-        };
-        tokio::select! {
-            ended = download => ended,
-            failure = upload_failure => failure,
         }
-    } else {
-        tokio::try_join!(upload, download).map(drop)
     }
 }
 
@@ -101,7 +116,10 @@ fn close_standard_output() -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tokio::io::Interest;
     use tokio::net::{TcpListener, TcpStream};
+
+    const LAST: &[u8] = &[7; 30_000];
 
     async fn pair() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -145,6 +163,43 @@ mod tests {
         };
         let (ended, ()) = tokio::join!(relay_socket(local, session), both);
         ended.unwrap_err();
+    }
+
+    /// The session was reset behind its last bytes, while there are bytes to write to it.
+    async fn reset_session() -> TcpStream {
+        let (session, mut node) = pair().await;
+        node.write_all(LAST).await.unwrap();
+        node.abort();
+        drop(node);
+        session.ready(Interest::ERROR).await.unwrap();
+        session
+    }
+
+    #[tokio::test]
+    async fn a_program_that_sends_gets_the_last_bytes_before_a_reset() {
+        let (mut program, local) = pair().await;
+        program.write_all(b"upload").await.unwrap();
+        relay_socket(local, reset_session().await)
+            .await
+            .unwrap_err();
+        let mut received = Vec::new();
+        let error = program.read_to_end(&mut received).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+        assert_eq!(received, LAST);
+    }
+
+    #[tokio::test]
+    async fn standard_output_gets_the_last_bytes_before_a_reset() {
+        let input = vec![7; 1 << 20];
+        for ends_with_session in [false, true] {
+            let mut output = Vec::new();
+            let ends = (&input[..], &mut output);
+            let closing = || panic!("no end in order");
+            let session = reset_session().await;
+            let relaying = relay_halves(ends, closing, session, ends_with_session);
+            relaying.await.unwrap_err();
+            assert_eq!(output, LAST);
+        }
     }
 
     #[tokio::test]

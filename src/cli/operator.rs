@@ -155,7 +155,7 @@ pub(crate) struct Status {
 pub(crate) enum Output {
     /// One line for each edge, or each tunnel
     Table,
-    /// With tunnels, pool, instance and time last seen
+    /// With tunnels, egress connections, pool, instance and time last seen
     Wide,
     /// Complete status, in JSON
     Json,

@@ -457,7 +457,14 @@ fn render_edges(edges: &[Value], wide: bool, now: SystemTime) -> String {
         "ADDRESS",
     ];
     if wide {
-        header.extend(["TUNNELS", "POOL", "READS AS", "INSTANCE", "LAST SEEN"]);
+        header.extend([
+            "TUNNELS",
+            "EGRESS",
+            "POOL",
+            "READS AS",
+            "INSTANCE",
+            "LAST SEEN",
+        ]);
     }
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header(header);
@@ -479,6 +486,7 @@ fn render_edges(edges: &[Value], wide: bool, now: SystemTime) -> String {
         if wide {
             row.extend([
                 number_cell(&edge["tunnels"]),
+                number_cell(&edge["egress_connections"]),
                 text_cell(&edge["pool"]),
                 text_cell(&edge["reading"]),
                 text_cell(&edge["instance"]),
@@ -558,7 +566,8 @@ mod tests {
             json!({
                 "node": "edge-1", "state": "connected", "since": "2026-01-01T00:00:00Z", "rtt_ms": 1.26,
                 "streams": 3, "bytes_up": 1536, "bytes_down": 5_368_709_120_u64, "version": "0.1.0",
-                "address": "10.0.0.1:5000", "tunnels": [{}, {}], "pool": "north", "reading": "leader",
+                "address": "10.0.0.1:5000", "tunnels": 2, "pool": "north", "reading": "leader",
+                "egress_connections": 17,
             }),
             json!({ "node": "edge\u{1b}[2J-2", "state": "away", "version": "" }),
         ]
@@ -648,10 +657,19 @@ mod tests {
     }
 
     #[test]
-    fn wide_adds_tunnels_and_pool() {
+    fn wide_adds_tunnels_egress_connections_and_pool() {
         let table = rendered(true);
-        assert!(table.contains("POOL") && table.contains("north"), "{table}");
-        assert!(table.contains("leader"), "{table}");
+        let line = |number| table.lines().nth(number).unwrap();
+        let words = |number| line(number).split_whitespace().collect::<Vec<_>>();
+        let header = words(0).join(" ");
+        let added = "TUNNELS EGRESS POOL READS AS INSTANCE LAST SEEN";
+        assert!(header.ends_with(&format!(" ADDRESS {added}")), "{table}");
+        assert!(
+            words(1).ends_with(&["2", "17", "north", "leader", "-", "-"]),
+            "{table}"
+        );
+        // The edge is not connected for its programs.
+        assert!(words(2).ends_with(&["-"; 6]), "{table}");
     }
 
     #[test]

@@ -8,8 +8,8 @@ use crate::{
     world::{
         app::answer::pattern,
         authority::Authority,
-        client::{assert_problem, whole},
-        frames::{self, HEADERS, PREFACE, SETTINGS},
+        client::{Wire, assert_problem, whole},
+        frames::{self, DATA, HEADERS, PREFACE, SETTINGS},
         gateway::Build,
         until,
     },
@@ -17,7 +17,7 @@ use crate::{
 use causeway_edge::config::Protocol;
 use causeway_gateway::{config::Config, state::PolicyWriter};
 use futures_util::future::join_all;
-use http_body_util::{BodyExt, Full, combinators::UnsyncBoxBody};
+use http_body_util::{BodyExt, Collected, Full, combinators::UnsyncBoxBody};
 use hyper::body::Bytes;
 use hyper::{
     HeaderMap, Method, Request, Response,
@@ -554,5 +554,77 @@ async fn an_answer_is_whole_with_its_length_and_to_head_with_its_head() {
     .await;
     for record in testbed.log().records() {
         assert!(record["reason"].is_null(), "{record}");
+    }
+}
+
+/// Frames of a stream: kind, flags and payload of each.
+type StreamFrames = [(u8, u8, &'static [u8])];
+
+/// Starts an app that answers each request with these frames.
+async fn raw_app(
+    answer: &'static StreamFrames,
+    tls: Option<TlsAcceptor>,
+) -> (SocketAddr, JoinSet<()>) {
+    async fn serve(mut io: impl Wire, answer: &StreamFrames) {
+        let mut preface = [0; PREFACE.len()];
+        io.read_exact(&mut preface).await.unwrap();
+        let ack = frames::frame(SETTINGS, frames::ACK, 0, &[]);
+        let settings = [frames::settings(&[]), ack].concat();
+        frames::send(&mut io, &settings).await.unwrap();
+        while let Ok(request) = frames::next(&mut io).await {
+            if request.kind == HEADERS {
+                let frames = answer.iter().map(|(kind, flags, payload)| {
+                    frames::frame(*kind, *flags, request.stream, payload)
+                });
+                let answer = frames.collect::<Vec<_>>().concat();
+                frames::send(&mut io, &answer).await.unwrap();
+            }
+        }
+    }
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let mut serving = JoinSet::new();
+    serving.spawn(async move {
+        let mut connections = JoinSet::new();
+        loop {
+            let (tcp, _) = listener.accept().await.unwrap();
+            let tls = tls.clone();
+            connections.spawn(async move {
+                match tls {
+                    Some(tls) => serve(tls.accept(tcp).await.unwrap(), answer).await,
+                    None => serve(tcp, answer).await,
+                }
+            });
+        }
+    });
+    (address, serving)
+}
+
+/// Envoy has aborted responses with this code (envoyproxy/envoy#36200). Behind a whole response it is in order (RFC 9113 §8.1).
+#[tokio::test]
+async fn a_response_that_a_reset_without_an_error_cuts_off_is_never_whole() {
+    const HEAD: (u8, u8, &[u8]) = (HEADERS, frames::END_HEADERS, frames::STATUS_200);
+    const RESET: (u8, u8, &[u8]) = (frames::RST_STREAM, 0, &[0; 4]);
+    const PART: &StreamFrames = &[HEAD, (DATA, 0, b"part"), RESET];
+    const WHOLE: &StreamFrames = &[HEAD, (DATA, frames::END_STREAM, b"part"), RESET];
+    let authority = Authority::new();
+    for (answer, is_whole) in [(PART, false), (WHOLE, true)] {
+        let tls = with_alpn(&authority.serve(&authority.app(&["edge-1"]), false));
+        let (address, _app) = raw_app(answer, Some(tls)).await;
+        let by_gateway = testbed(&authority, address, |_| {}).await;
+        let (address, _app) = raw_app(answer, None).await;
+        let by_edge = TestBed::to_as(Protocol::H2c, address).await;
+        for testbed in [by_gateway, by_edge] {
+            for client in [testbed.client(), testbed.http2()] {
+                let mut connection = client.connect("edge-1").await.unwrap();
+                let request = Request::post(URL).body(whole("upload"));
+                let answer = connection.open(request.unwrap()).await.unwrap();
+                assert_eq!(answer.status(), 200);
+                let body = answer.collect().await.map(Collected::to_bytes);
+                let is_part = body.as_ref().is_ok_and(|body| body == "part");
+                assert_eq!(is_part, is_whole, "{body:?}");
+            }
+            testbed.until_idle().await;
+        }
     }
 }

@@ -489,8 +489,11 @@ async fn a_node_has_a_limit_of_connections() {
     egress["limits"] = json!({ "connections": 1 });
     let world = world(egress).await;
     let edge = join(&world, "edge-1", &["app"]).await;
+    let in_status = async || world.node("edge-1").await["egress_connections"].clone();
+    assert_eq!(in_status().await, Value::Null);
     let mut first = connect(&edge, Some("app:443")).await;
     assert_echo(&mut first).await;
+    assert_eq!(in_status().await, 1);
     let (status, body) = refused(&edge, "app:443").await;
     assert_eq!(status, 502, "{body}");
     assert!(
@@ -500,10 +503,8 @@ async fn a_node_has_a_limit_of_connections() {
     let other = join(&world, "edge-2", &["app"]).await;
     assert_echo(&mut connect(&other, Some("app:443")).await).await;
     drop(first);
-    until("the place is free again", async || {
-        refused(&edge, "app:443").await.0 == 200
-    })
-    .await;
+    until("the connection is over", async || in_status().await == 0).await;
+    assert_eq!(refused(&edge, "app:443").await.0, 200);
 }
 
 #[tokio::test]

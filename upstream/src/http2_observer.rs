@@ -4,6 +4,10 @@
 //! allows at once. It is in the upstream's SETTINGS, and h2 queues further streams silently. The second is the number of
 //! interim responses. h2 drops them unread, however many there are, so a stream whose upstream sends them without end never
 //! gets its response. The observer fails such a connection, whichever streams they belong to.
+//!
+//! The observer also replaces the code `NO_ERROR` in resets. Envoy has sent it for each response that it aborts
+//! (envoyproxy/envoy#36200), and hyper takes such a response for complete (hyper 1.12, `Incoming`). A response that was received to
+//! its end stays complete with every code, and the reset then only ends the request's body (RFC 9113 §8.1).
 
 use causeway_tunnel::{
     frame_parser::{
@@ -18,6 +22,10 @@ use tokio::sync::watch;
 /// Size of a setting, in bytes: identifier and value.
 const SETTING_LEN: usize = 6;
 const MAX_CONCURRENT_STREAMS: u16 = 3;
+/// Last byte of the error codes (RFC 9113 §7) of a reset without an error, and of an unexpected error. The other bytes are 0.
+const NO_ERROR: u8 = 0;
+/// See [`NO_ERROR`]. gRPC maps both codes to the same status.
+const INTERNAL_ERROR: u8 = 2;
 /// Maximum number of streams whose heads are counted. If an upstream opens more streams that have not ended, the count starts
 /// again. Even so, such an upstream is detected, because the limit per stream is far smaller.
 const MAX_COUNTED_STREAMS: usize = 4_096;
@@ -44,6 +52,10 @@ struct ObserverState {
     partial_setting: Option<([u8; SETTING_LEN], usize)>,
     /// Number of heads without an end, by stream: interim responses, and perhaps the final response.
     heads_by_stream: HashMap<u32, usize>,
+    /// Whether a stream has had more interim responses than are allowed.
+    has_too_many_heads: bool,
+    /// Whether the last frame that began is a reset.
+    is_in_reset: bool,
     max_streams_tx: watch::Sender<Option<u32>>,
 }
 
@@ -53,6 +65,8 @@ impl Http2Observer {
         let state = ObserverState {
             partial_setting: None,
             heads_by_stream: HashMap::new(),
+            has_too_many_heads: false,
+            is_in_reset: false,
             max_streams_tx,
         };
         let frames = FrameParser::default();
@@ -61,13 +75,27 @@ impl Http2Observer {
 }
 
 impl IoObserver for Http2Observer {
-    fn on_read(&mut self, bytes: &[u8]) -> io::Result<()> {
-        let mut is_within_limit = true;
+    fn rewrite_read(&mut self, bytes: &mut [u8]) {
+        let (start, state) = (bytes.as_ptr().addr(), &mut self.state);
+        let mut reset_codes = Vec::new();
         self.frames.parse(bytes, |part| match part {
-            FrameEvent::Header(head) => is_within_limit &= self.state.on_frame_header(head),
-            FrameEvent::Payload { bytes, remaining } => self.state.on_payload(bytes, remaining),
+            FrameEvent::Header(head) => state.on_frame_header(head),
+            FrameEvent::Payload { bytes, remaining } => {
+                if let ([before @ .., NO_ERROR], 0, true) = (bytes, remaining, state.is_in_reset) {
+                    reset_codes.push(before.as_ptr().addr() - start + before.len());
+                }
+                state.on_payload(bytes, remaining);
+            }
         });
-        if is_within_limit {
+        for position in reset_codes {
+            if let Some(code) = bytes.get_mut(position) {
+                *code = INTERNAL_ERROR;
+            }
+        }
+    }
+
+    fn on_read(&mut self, _: &[u8]) -> io::Result<()> {
+        if !self.state.has_too_many_heads {
             return Ok(());
         }
         let detail = "it sent too many interim responses without a final response";
@@ -76,29 +104,29 @@ impl IoObserver for Http2Observer {
 }
 
 impl ObserverState {
-    /// Handles the beginning of a frame. Returns `false` if the upstream has sent too many interim responses.
-    fn on_frame_header(&mut self, head: FrameHeader) -> bool {
+    /// Handles the beginning of a frame.
+    fn on_frame_header(&mut self, head: FrameHeader) {
         let FrameHeader { kind, stream, .. } = head;
+        self.is_in_reset = kind == RST_STREAM;
         match kind {
             DATA | HEADERS if head.flags & END_STREAM != 0 => {
                 self.heads_by_stream.remove(&stream);
             }
             RST_STREAM => drop(self.heads_by_stream.remove(&stream)),
-            HEADERS => return self.count_head(stream),
+            HEADERS => self.count_head(stream),
             SETTINGS if head.flags & ACK == 0 => self.partial_setting = Some(([0; SETTING_LEN], 0)),
             _ => {}
         }
-        true
     }
 
-    fn count_head(&mut self, stream: u32) -> bool {
+    fn count_head(&mut self, stream: u32) {
         if self.heads_by_stream.len() >= MAX_COUNTED_STREAMS {
             self.heads_by_stream.clear();
         }
         let heads = self.heads_by_stream.entry(stream).or_default();
         *heads += 1;
         // One of them may be the final response.
-        *heads <= MAX_INTERIM_RESPONSES + 1
+        self.has_too_many_heads |= *heads > MAX_INTERIM_RESPONSES + 1;
     }
 
     /// Handles a part of a frame's payload.
@@ -132,6 +160,14 @@ impl ObserverState {
 mod tests {
     use super::*;
 
+    impl Http2Observer {
+        fn read(&mut self, bytes: &[u8]) -> io::Result<Vec<u8>> {
+            let mut bytes = bytes.to_vec();
+            self.rewrite_read(&mut bytes);
+            self.on_read(&bytes).map(|()| bytes)
+        }
+    }
+
     fn frame(kind: u8, flags: u8, stream: u8, payload: &[u8]) -> Vec<u8> {
         let length = u8::try_from(payload.len()).unwrap();
         let head = [0, 0, length, kind, flags, 0, 0, 0, stream];
@@ -157,7 +193,7 @@ mod tests {
             for cut in 1..=bytes.len() {
                 let (mut ear, message) = Http2Observer::new();
                 for part in bytes.chunks(cut) {
-                    ear.on_read(part).unwrap();
+                    ear.read(part).unwrap();
                 }
                 assert_eq!(*message.borrow(), Some(allowed), "{cut}");
             }
@@ -169,12 +205,29 @@ mod tests {
         let (mut ear, _allowed) = Http2Observer::new();
         let head = |stream| frame(HEADERS, 4, stream, b"\x88");
         for _ in 0..=MAX_INTERIM_RESPONSES {
-            ear.on_read(&head(1)).unwrap();
-            ear.on_read(&head(3)).unwrap();
+            ear.read(&head(1)).unwrap();
+            ear.read(&head(3)).unwrap();
         }
         let ended = frame(HEADERS, 4 | END_STREAM, 3, b"\x88");
-        ear.on_read(&ended).unwrap();
-        ear.on_read(&head(3)).unwrap();
-        assert!(ear.on_read(&head(1)).is_err());
+        ear.read(&ended).unwrap();
+        ear.read(&head(3)).unwrap();
+        assert!(ear.read(&head(1)).is_err());
+    }
+
+    #[test]
+    fn a_reset_always_has_an_error_for_every_split() {
+        const CANCEL: u8 = 8;
+        let reset = |code| frame(RST_STREAM, 0, 1, &[0, 0, 0, code]);
+        let with = |no_error, cancel| {
+            let others = frame(DATA, 0, 3, &[NO_ERROR; 4]);
+            [reset(no_error), others, reset(cancel)].concat()
+        };
+        let sent = with(NO_ERROR, CANCEL);
+        for cut in 1..=sent.len() {
+            let (mut ear, _allowed) = Http2Observer::new();
+            let parts = sent.chunks(cut).map(|part| ear.read(part).unwrap());
+            let read = parts.collect::<Vec<_>>().concat();
+            assert_eq!(read, with(INTERNAL_ERROR, CANCEL), "{cut}");
+        }
     }
 }

@@ -249,7 +249,7 @@ where
 {
     let counters = guard.bytes();
     guard.finish(
-        match copy::relay(socket, send, receive, &counters, false).await {
+        match copy::relay(socket, send, receive, counters, false).await {
             CopyOutcome::Clean => EgressOutcome::Done,
             CopyOutcome::Socket(_) => EgressOutcome::Aborted,
             CopyOutcome::Stream(error) => {
