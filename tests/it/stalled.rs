@@ -351,7 +351,7 @@ async fn upload_until_answered(wire: &mut impl Wire) -> String {
         while written.is_ok() {
             written = writing.write_all(&chunk).await;
         }
-        pending().await
+        pending::<()>().await;
     };
     tokio::select! {
         head = read_head(&mut reading) => head,
