@@ -56,7 +56,12 @@ impl FarEnd for StreamHalves {
     }
 
     fn poll_receive(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, StreamError>>> {
-        self.receive.poll_data(cx)
+        let received = self.receive.poll_data(cx);
+        if let Poll::Ready(None) = received {
+            // A session has no use for trailers, which would count as unread bytes.
+            drop(self.receive.poll_trailers(cx));
+        }
+        received
     }
 
     fn poll_evicted(&mut self, cx: &mut Context<'_>) -> Poll<StreamError> {

@@ -331,8 +331,8 @@ impl StreamReceiver {
         Poll::Ready(Ok(trailers.filter(|trailers| !trailers.is_empty())))
     }
 
-    /// Returns a handle by which the holder of this half detects an eviction of the stream, or `None` if no more data will
-    /// arrive.
+    /// Returns a handle by which the holder of this half detects an eviction of the stream, or `None` if the stream began
+    /// without a body.
     pub fn eviction_handle(&self) -> Option<Eviction> {
         let buffered = self.buffered.as_ref();
         buffered.map(|holds| Eviction::new(holds.progress()))

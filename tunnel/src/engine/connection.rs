@@ -36,7 +36,8 @@ const MAX_UNSENT_RESETS: usize = 20_000;
 /// Number of bytes that a stream queues for sending while all streams together have many queued, or the window of the connection
 /// is exhausted, so that all of them wait at once.
 const MAX_QUEUED_CROWDED: usize = 16 << 10;
-/// Number of queued bytes of all streams from which on each stream queues less.
+/// Number of queued bytes of all streams from which on each stream queues less. Bytes that a peer's smaller window has stranded
+/// count as well.
 const CROWDED_BYTES: usize = 8 << 20;
 /// Size of unsent heads, in bytes, from which on new requests wait.
 const MAX_UNSENT_HEADS: usize = 256 << 10;
@@ -563,7 +564,8 @@ impl State {
         stream.wake_all(&mut self.wakes);
         // A stream whose head was not sent does not exist for the peer (RFC 9113 section 5.1.1).
         if !stream.is_waiting {
-            self.put_reset(key.id, reason);
+            let window = stream.recv_window.left();
+            self.put_reset((key.id, window), reason);
         } else if let Ok(place) = self
             .waiting
             .binary_search_by_key(&key.id, |(key, ..)| key.id)
@@ -574,7 +576,8 @@ impl State {
     }
 
     /// Queues `RST_STREAM`, and ignores late frames of the stream from now on.
-    pub(super) fn put_reset(&mut self, id: u32, reason: Reason) {
+    /// `window` is what the peer may still send on the stream.
+    pub(super) fn put_reset(&mut self, (id, window): (u32, usize), reason: Reason) {
         // Never ahead of the stream's HEADERS.
         let out = if self.heads.is_empty() {
             &mut self.control
@@ -583,7 +586,8 @@ impl State {
         };
         frame::put_reset(out, id, reason);
         self.has_work = true;
-        self.resets.add(id, self.config.max_remembered_resets);
+        let max = self.config.max_remembered_resets;
+        self.resets.add((id, window), max);
     }
 
     /// Counts a reset that the peer's violation has caused.

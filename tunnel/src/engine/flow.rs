@@ -56,6 +56,11 @@ impl RecvWindow {
         self.size >= 0 || bytes == 0
     }
 
+    /// Returns the bytes that the peer may send as far as it knows.
+    pub(super) fn left(self) -> usize {
+        usize::try_from(self.size).unwrap_or(0)
+    }
+
     /// Releases bytes, which a `WINDOW_UPDATE` may announce.
     pub(super) fn release(&mut self, bytes: usize) {
         self.released += signed(bytes);

@@ -4,7 +4,7 @@
 //! Each such frame costs tokens. A peer earns tokens by streams and by the bytes that it is sent, since
 //! those cause such frames, and over time.
 
-use super::frame::{Head, kind};
+use super::frame::{Head, flag, kind};
 use crate::token_bucket::TokenBucket;
 use tokio::time::Instant;
 
@@ -17,8 +17,8 @@ const TOKENS_PER_SECOND: u64 = 10_000;
 const TOKENS_PER_STREAM: u64 = 8;
 /// Cost of a frame that an honest peer sends rarely or never.
 const RARE_FRAME_COST: u64 = 10;
-/// Bytes of a header block that cost one more token: it is decoded field by field.
-const HEADER_BYTES_PER_TOKEN: usize = 1024;
+/// Number of fields that cost one token, apart from that of their frame.
+const FIELDS_PER_TOKEN: u64 = 32;
 /// Least payload of DATA that nobody reads, in bytes, for which its bytes are cost enough.
 const MIN_UNREAD_DATA: usize = 1024;
 
@@ -42,12 +42,18 @@ impl FrameLimit {
     #[must_use]
     pub(super) fn charge(&mut self, head: Head) -> bool {
         let cost = match head.kind {
-            kind::HEADERS | kind::CONTINUATION => 1 + (head.length / HEADER_BYTES_PER_TOKEN) as u64,
-            kind::RST_STREAM | kind::WINDOW_UPDATE => 1,
+            kind::HEADERS | kind::CONTINUATION | kind::RST_STREAM | kind::WINDOW_UPDATE => 1,
+            kind::PING if head.has(flag::ACK) => 1,
             kind::PING if std::mem::take(&mut self.is_ping_due) => 1,
             _ => RARE_FRAME_COST,
         };
         self.spend(cost)
+    }
+
+    /// Charges for the fields of a header block. Returns `false` if the peer floods this end.
+    #[must_use]
+    pub(super) fn charge_fields(&mut self, count: u64) -> bool {
+        self.spend(count / FIELDS_PER_TOKEN)
     }
 
     /// Charges for a DATA frame that no reader gets. Returns `false` if the peer floods this end.
@@ -56,8 +62,8 @@ impl FrameLimit {
         payload >= MIN_UNREAD_DATA || self.spend(1)
     }
 
-    /// Charges for a reset of a stream that the user has not got, and which has earned nothing. Returns `false` if the peer floods
-    /// this end.
+    /// Charges for a reset of a stream that the user has not got, and takes back what the stream has earned. Returns `false` if the
+    /// peer floods this end.
     #[must_use]
     pub(super) fn charge_unaccepted_reset(&mut self) -> bool {
         self.spend(RARE_FRAME_COST + TOKENS_PER_STREAM)

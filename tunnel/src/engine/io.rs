@@ -36,7 +36,7 @@ const QUIET_BYTES: usize = 256;
 /// Number of such turns after which a connection with several open streams frees its buffers.
 const QUIET_TURNS: u32 = 16;
 /// Number of bytes that a peer may send after the end and before it reads the last frames.
-const MAX_DISCARDED: usize = 1 << 20;
+pub(super) const MAX_DISCARDED: usize = 1 << 20;
 
 /// Result of a poll for reading.
 enum Incoming {

@@ -22,7 +22,7 @@ const MAX_INTERIM: usize = 1_024;
 /// Maximum size of a header list if the configuration has none.
 const DEFAULT_MAX_HEADER_LIST: u32 = 16 << 20;
 /// Bytes that a read after the end counts for at least.
-const MIN_DISCARDED: usize = 16 << 10;
+const MIN_DISCARDED: usize = 1 << 10;
 /// Least average size of the frames of a long header block: peers with smaller ones flood (CVE-2024-27316).
 const MIN_BLOCK_FRAME: usize = 4096;
 /// Payload of frames other than DATA, in bytes, that counts as one more frame.
@@ -35,7 +35,7 @@ impl State {
     /// that must be there before the next call can do more.
     pub(super) fn receive(&mut self, read: &mut BytesMut, buffer: (u64, usize)) -> usize {
         if self.end.is_some() {
-            // A peer that sends byte by byte keeps the connection no longer than one that sends whole records.
+            // Otherwise a peer that sends byte by byte would keep the connection.
             self.discarded += read.len().max(MIN_DISCARDED);
             read.clear();
             return 0;
@@ -175,7 +175,7 @@ impl State {
         self.unsent.resets += 1;
         match self.store.find(id) {
             Some(key) => self.reset(key, reason, Initiator::Engine),
-            None => self.put_reset(id, reason),
+            None => self.put_reset((id, 0), reason),
         }
         self.count_error_reset()
     }
@@ -185,7 +185,7 @@ impl State {
     fn answer_closed_stream(&mut self, id: u32) {
         if !self.is_ignored(id) {
             self.unsent.resets += 1;
-            self.put_reset(id, Reason::STREAM_CLOSED);
+            self.put_reset((id, 0), Reason::STREAM_CLOSED);
         }
     }
 
@@ -214,10 +214,13 @@ impl State {
         }
         let end_stream = head.has(flag::END_STREAM);
         let stream = self.check_data(head, payload)?;
-        if stream.is_none() {
+        let reader = stream.and_then(|key| self.store.get(key));
+        let has_reader = reader.is_some_and(|stream| !stream.is_unread);
+        // The peer may have sent a window of small frames before it learns of a reset.
+        if !has_reader && !self.resets.take(head.stream, payload) {
             self.charge(|limit| limit.charge_unread_data(payload))?;
         }
-        if stream.is_some() && (payload > 0 || end_stream) {
+        if has_reader && (payload > 0 || end_stream) {
             self.receiving.empty_frames = 0;
         } else if payload == 0 {
             self.receiving.empty_frames += 1;
@@ -383,9 +386,12 @@ impl State {
 
     fn receive_block(&mut self, (id, end_stream): (u32, bool), block: &[u8]) -> Result<(), Reason> {
         let mut fields = Collected::new(self.max_header_list());
-        let decoded = self
-            .decoder
-            .decode(block, |field, size| fields.add(field, size));
+        let mut count = 0;
+        let decoded = self.decoder.decode(block, |field, size| {
+            count += 1;
+            fields.add(field, size);
+        });
+        self.charge(|limit| limit.charge_fields(count))?;
         let is_valid = match decoded {
             Ok(()) => true,
             Err(DecodeError::Malformed) => false,

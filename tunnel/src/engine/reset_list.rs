@@ -1,12 +1,13 @@
 //! Streams whose late frames are ignored.
 
-use fnv::FnvHashSet;
+use fnv::FnvHashMap;
 use std::collections::VecDeque;
 
 /// Numbers of the streams that this end has reset lately.
 #[derive(Debug, Default)]
 pub(super) struct ResetList {
-    numbers: FnvHashSet<u32>,
+    /// Each stream, and the bytes of its window that the peer may still have used before it learnt of the reset.
+    windows: FnvHashMap<u32, usize>,
     order: VecDeque<u32>,
     /// Number of the oldest entries that were there at the last mark.
     marked: usize,
@@ -15,11 +16,12 @@ pub(super) struct ResetList {
 }
 
 impl ResetList {
-    /// Adds a number. Of more than `max` numbers the oldest is forgotten.
-    pub(super) fn add(&mut self, id: u32, max: usize) {
-        if !self.numbers.insert(id) {
+    /// Adds a stream with the rest of its window. Of more than `max` streams the oldest is forgotten.
+    pub(super) fn add(&mut self, (id, window): (u32, usize), max: usize) {
+        if self.windows.contains_key(&id) {
             return;
         }
+        self.windows.insert(id, window);
         self.order.push_back(id);
         if self.order.len() > max {
             self.forget(1);
@@ -35,20 +37,30 @@ impl ResetList {
     pub(super) fn forget_marked(&mut self) {
         self.forget(self.marked);
         if self.order.is_empty() {
-            (self.numbers, self.order) = (FnvHashSet::default(), VecDeque::new());
+            (self.windows, self.order) = (FnvHashMap::default(), VecDeque::new());
         }
     }
 
     /// Forgets the oldest streams.
     fn forget(&mut self, count: usize) {
         for oldest in self.order.drain(..count) {
-            self.numbers.remove(&oldest);
+            self.windows.remove(&oldest);
             self.highest_forgotten = self.highest_forgotten.max(oldest);
         }
         self.marked = self.marked.saturating_sub(count);
     }
 
     pub(super) fn contains(&self, id: u32) -> bool {
-        self.numbers.contains(&id)
+        self.windows.contains_key(&id)
+    }
+
+    /// Takes the payload of a late DATA frame from the stream's window. Returns `false` if an honest peer could not send it.
+    pub(super) fn take(&mut self, id: u32, payload: usize) -> bool {
+        let window = self.windows.get_mut(&id);
+        window.is_some_and(|window| {
+            let left = window.checked_sub(payload);
+            *window = left.unwrap_or(0);
+            left.is_some()
+        })
     }
 }
