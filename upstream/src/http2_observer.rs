@@ -7,11 +7,13 @@
 //!
 //! The observer also replaces the code `NO_ERROR` in resets. Envoy has sent it for each response that it aborts
 //! (envoyproxy/envoy#36200), and hyper takes such a response for complete (hyper 1.12, `Incoming`). A response that was received to
-//! its end stays complete with every code, and the reset then only ends the request's body (RFC 9113 §8.1).
+//! its end stays complete with every code, and the reset then only ends the request's body (RFC 9113 §8.1). hyper does the same after
+//! a GOAWAY without an error that leaves out a stream with a part of its response, so the observer fails such a connection.
 
 use causeway_tunnel::{
     frame_parser::{
-        ACK, DATA, END_STREAM, FrameEvent, FrameHeader, FrameParser, HEADERS, RST_STREAM, SETTINGS,
+        ACK, DATA, END_STREAM, FrameEvent, FrameHeader, FrameParser, GOAWAY, HEADERS, RST_STREAM,
+        SETTINGS,
     },
     io_observer::{IoObserver, ObservedIo},
     wire::MAX_INTERIM_RESPONSES,
@@ -22,6 +24,8 @@ use tokio::sync::watch;
 /// Size of a setting, in bytes: identifier and value.
 const SETTING_LEN: usize = 6;
 const MAX_CONCURRENT_STREAMS: u16 = 3;
+/// Size of the last stream's number in a GOAWAY, in bytes.
+const LAST_STREAM_LEN: usize = 4;
 /// Last byte of the error codes (RFC 9113 §7) of a reset without an error, and of an unexpected error. The other bytes are 0.
 const NO_ERROR: u8 = 0;
 /// See [`NO_ERROR`]. gRPC maps both codes to the same status.
@@ -52,8 +56,10 @@ struct ObserverState {
     partial_setting: Option<([u8; SETTING_LEN], usize)>,
     /// Number of heads without an end, by stream: interim responses, and perhaps the final response.
     heads_by_stream: HashMap<u32, usize>,
-    /// Whether a stream has had more interim responses than are allowed.
-    has_too_many_heads: bool,
+    /// Number in the GOAWAY that is being read, and the number of its bytes that were read.
+    partial_last_stream: Option<(u32, usize)>,
+    /// Reason for which the connection fails.
+    violation: Option<&'static str>,
     /// Whether the last frame that began is a reset.
     is_in_reset: bool,
     max_streams_tx: watch::Sender<Option<u32>>,
@@ -65,7 +71,8 @@ impl Http2Observer {
         let state = ObserverState {
             partial_setting: None,
             heads_by_stream: HashMap::new(),
-            has_too_many_heads: false,
+            partial_last_stream: None,
+            violation: None,
             is_in_reset: false,
             max_streams_tx,
         };
@@ -95,11 +102,10 @@ impl IoObserver for Http2Observer {
     }
 
     fn on_read(&mut self, _: &[u8]) -> io::Result<()> {
-        if !self.state.has_too_many_heads {
-            return Ok(());
+        match self.state.violation {
+            Some(detail) => Err(io::Error::new(io::ErrorKind::InvalidData, detail)),
+            None => Ok(()),
         }
-        let detail = "it sent too many interim responses without a final response";
-        Err(io::Error::new(io::ErrorKind::InvalidData, detail))
     }
 }
 
@@ -108,6 +114,7 @@ impl ObserverState {
     fn on_frame_header(&mut self, head: FrameHeader) {
         let FrameHeader { kind, stream, .. } = head;
         self.is_in_reset = kind == RST_STREAM;
+        self.partial_last_stream = (kind == GOAWAY).then_some((0, 0));
         match kind {
             DATA | HEADERS if head.flags & END_STREAM != 0 => {
                 self.heads_by_stream.remove(&stream);
@@ -126,11 +133,31 @@ impl ObserverState {
         let heads = self.heads_by_stream.entry(stream).or_default();
         *heads += 1;
         // One of them may be the final response.
-        self.has_too_many_heads |= *heads > MAX_INTERIM_RESPONSES + 1;
+        if *heads > MAX_INTERIM_RESPONSES + 1 {
+            self.violation = Some("it sent too many interim responses without a final response");
+        }
+    }
+
+    /// Reads the last stream in a GOAWAY (RFC 9113 §6.8).
+    fn read_last_stream(&mut self, part: &[u8]) {
+        let Some((number, read)) = &mut self.partial_last_stream else {
+            return;
+        };
+        for byte in part.iter().take(LAST_STREAM_LEN - *read) {
+            *number = *number << 8 | u32::from(*byte);
+            *read += 1;
+        }
+        // The first bit is reserved.
+        let last = *number & (u32::MAX >> 1);
+        let is_answered = |stream: &u32| *stream > last;
+        if *read == LAST_STREAM_LEN && self.heads_by_stream.keys().any(is_answered) {
+            self.violation = Some("its GOAWAY leaves out a stream that it has begun to answer");
+        }
     }
 
     /// Handles a part of a frame's payload.
     fn on_payload(&mut self, part: &[u8], remaining: u32) {
+        self.read_last_stream(part);
         let Some((setting, filled)) = &mut self.partial_setting else {
             return;
         };
@@ -212,6 +239,23 @@ mod tests {
         ear.read(&ended).unwrap();
         ear.read(&head(3)).unwrap();
         assert!(ear.read(&head(1)).is_err());
+    }
+
+    #[test]
+    fn a_goaway_leaves_out_no_stream_with_a_part_of_its_response() {
+        let ended = frame(HEADERS, 4 | END_STREAM, 5, b"\x88");
+        for (last, is_accepted) in [(1, false), (3, true), (5, true)] {
+            // Graceful ends begin with the highest number.
+            let notice = frame(GOAWAY, 0, 0, &[0x7f, 0xff, 0xff, 0xff, 0, 0, 0, NO_ERROR]);
+            let goaway = frame(GOAWAY, 0, 0, &[0x80, 0, 0, last, 0, 0, 0, NO_ERROR]);
+            let sent = [frame(HEADERS, 4, 3, b"\x88"), ended.clone(), notice, goaway].concat();
+            for cut in 1..=sent.len() {
+                let (mut ear, _allowed) = Http2Observer::new();
+                let mut parts = sent.chunks(cut);
+                let read = parts.try_for_each(|part| ear.read(part).map(drop));
+                assert_eq!(read.is_ok(), is_accepted, "{last} {cut}");
+            }
+        }
     }
 
     #[test]
