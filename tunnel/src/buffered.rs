@@ -15,6 +15,7 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
     },
+    task::{Context, Poll},
     time::Duration,
 };
 use tokio::time::Instant;
@@ -228,6 +229,11 @@ impl BufferedStream {
 
     pub(crate) fn progress(&self) -> &Arc<Progress> {
         &self.progress
+    }
+
+    /// Ready once the stream is evicted. A stream without an entry never is.
+    pub(crate) fn poll_evicted(entry: Option<&Self>, cx: &mut Context<'_>) -> Poll<()> {
+        entry.map_or(Poll::Pending, |entry| entry.progress.poll_evicted(cx))
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Unlike the crate h2, whose names the public ones follow, a connection reads also while it cannot write, sends small
 //! responses before bulk, writes the frames of a turn together, and counts small frames by their bytes. Reading order: frames,
-//! windows, streams; the state machine (`connection`, with `receive` for what comes in and `send` for what goes out),
+//! windows, streams; the state machine (`connection`, with `receive` for what comes in, `send` for what goes out, and `ends`),
 //! which does no IO; `io`, which does; the handles.
 
 pub mod client;
@@ -14,6 +14,7 @@ pub mod server;
 mod builder;
 mod config;
 mod connection;
+mod ends;
 mod error;
 mod flow;
 mod frame;

@@ -499,25 +499,21 @@ impl StreamResponse {
     /// # Errors
     /// If the stream was reset or the tunnel is gone.
     pub async fn next_informational(&mut self) -> Result<Option<Response<()>>, StreamError> {
-        let interim = poll_fn(|cx| match self.poll_evicted(cx) {
-            Poll::Ready(()) => Poll::Ready(Some(Err(StreamError::Evicted))),
-            Poll::Pending => {
-                let interim = self.inner.poll_informational(cx);
-                interim.map(|interim| interim.map(|head| head.map_err(StreamError::from)))
-            }
-        })
-        .await;
+        let interim =
+            poll_fn(
+                |cx| match BufferedStream::poll_evicted(self.buffered.as_ref(), cx) {
+                    Poll::Ready(()) => Poll::Ready(Some(Err(StreamError::Evicted))),
+                    Poll::Pending => {
+                        let interim = self.inner.poll_informational(cx);
+                        interim.map(|interim| interim.map(|head| head.map_err(StreamError::from)))
+                    }
+                },
+            )
+            .await;
         if interim.is_some() {
             self.count_interim()?;
         }
         interim.transpose()
-    }
-
-    fn poll_evicted(&self, cx: &mut Context<'_>) -> Poll<()> {
-        match &self.buffered {
-            Some(buffered) => buffered.progress().poll_evicted(cx),
-            None => Poll::Pending,
-        }
     }
 
     fn count_interim(&mut self) -> Result<(), StreamError> {
@@ -535,7 +531,7 @@ impl Future for StreamResponse {
     type Output = Result<Response<StreamReceiver>, StreamError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        if self.poll_evicted(cx).is_ready() {
+        if BufferedStream::poll_evicted(self.buffered.as_ref(), cx).is_ready() {
             return Poll::Ready(Err(StreamError::Evicted));
         }
         // The engine would buffer interim responses without a limit until the final response is polled.

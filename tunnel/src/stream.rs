@@ -340,10 +340,7 @@ impl StreamReceiver {
 
     /// Ready once the stream is evicted, see [`crate::eviction`].
     pub(crate) fn poll_evicted(&self, cx: &mut Context<'_>) -> Poll<()> {
-        match &self.buffered {
-            Some(buffered) => buffered.progress().poll_evicted(cx),
-            None => Poll::Pending,
-        }
+        BufferedStream::poll_evicted(self.buffered.as_ref(), cx)
     }
 
     /// Whether nothing more will arrive, not even trailers.

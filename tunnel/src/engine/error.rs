@@ -161,6 +161,12 @@ impl Error {
         }
     }
 
+    /// Returns the error of streams that end with their connection.
+    pub(super) fn broken_pipe() -> Self {
+        let text = "the connection of the stream has ended";
+        Self::io(io::Error::new(io::ErrorKind::BrokenPipe, text))
+    }
+
     /// Returns the code of the reset or GOAWAY, if the error is one.
     pub fn reason(&self) -> Option<Reason> {
         match &self.kind {

@@ -304,6 +304,36 @@ async fn a_response_counts_before_it_is_read() {
     assert_eq!(unread(), 0);
 }
 
+#[tokio::test(start_paused = true)]
+async fn an_eviction_wakes_the_reader_of_a_response() {
+    let mut turning = taking_turns(settings(Arc::default())).await;
+    for interim in [true, false] {
+        let mut opened = open(&turning.tunnel, true).await;
+        let _unanswered = turning.asked.recv().await.unwrap();
+        let progress = opened
+            .response
+            .buffered
+            .as_ref()
+            .unwrap()
+            .progress()
+            .clone();
+        let reading = async {
+            if interim {
+                opened.response.next_informational().await.map(drop)
+            } else {
+                opened.response.await.map(drop)
+            }
+        };
+        let evicting = async {
+            tokio::task::yield_now().await;
+            progress.evict();
+        };
+        let both = async { tokio::join!(reading, evicting) };
+        let (read, ()) = timeout(Duration::from_mins(1), both).await.unwrap();
+        assert!(matches!(read, Err(StreamError::Evicted)), "{read:?}");
+    }
+}
+
 /// The edge stays alive by its bytes, but never reports its answer to a window grant.
 #[tokio::test(start_paused = true)]
 async fn an_edge_that_does_not_take_its_turn_loses_its_tunnel() {
