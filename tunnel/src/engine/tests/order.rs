@@ -251,6 +251,43 @@ fn streams_queue_little_while_the_connections_window_is_exhausted() {
 }
 
 #[test]
+fn a_sender_that_waits_because_all_streams_queue_much_is_woken() {
+    let shared = Arc::new(Shared::new(Config::new(false)));
+    let receive = |bytes: &[u8]| {
+        let mut read = bytes::BytesMut::from(bytes);
+        shared.with(|state| state.receive(&mut read, (0, 0)));
+        shared.with(|state| while state.drain(&mut Outgoing::default()) {});
+    };
+    receive(
+        &[
+            settings(&[(3, 1_000), (4, 1 << 20)]),
+            window_update(0, 1 << 30),
+        ]
+        .concat(),
+    );
+    let mut sender = client::SendRequest::<Bytes>::new(shared.clone());
+    let mut fill = || {
+        let head = http::Request::post("http://a/").body(()).unwrap();
+        let (response, mut send) = sender.send_request(head, false).unwrap();
+        send.reserve_capacity(1 << 20);
+        let capacity = send.capacity();
+        send.send_data(Bytes::from(vec![0; capacity]), false)
+            .unwrap();
+        (response, send, capacity)
+    };
+    let others: Vec<_> = (0..64).map(|_| fill()).collect();
+    assert!(others.iter().all(|(.., capacity)| *capacity == 128 << 10));
+    let (_response, mut last, capacity) = fill();
+    assert_eq!((capacity, last.capacity()), (16 << 10, 0));
+    let wakes = Arc::<Wakes>::default();
+    let mut capacity = Box::pin(poll_fn(|cx| last.poll_capacity(cx)));
+    assert!(poll(&mut capacity, &wakes).is_pending());
+    receive(&[]);
+    assert_eq!(wakes.0.load(Relaxed), 1);
+    assert!(poll(&mut capacity, &wakes).is_ready());
+}
+
+#[test]
 fn many_small_chunks_share_a_frame() {
     let (mut peer, keys) = serving(1);
     for _ in 0..1_000 {
