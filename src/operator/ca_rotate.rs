@@ -152,8 +152,8 @@ pub(crate) async fn run(subcommand: Rotate) -> anyhow::Result<()> {
 
 async fn prepare(args: &RotateArgs) -> anyhow::Result<()> {
     let directory = &args.data.data_dir;
-    let (store, _) = data_dir::open_with_ca(directory)?;
-    let (ca, step) = apply_step(&store, Ca::prepare)?;
+    let (store, ca) = data_dir::open_with_ca(directory)?;
+    let (ca, step) = apply_step(&store, &ca, Ca::prepare)?;
     print_step(
         step,
         "a new root is prepared; it is trusted in addition to the root that signs",
@@ -194,7 +194,7 @@ async fn activate(args: &RotateArgs) -> anyhow::Result<()> {
     {
         check_activation(&progress)?;
     }
-    let (ca, step) = apply_step(&store, Ca::activate)?;
+    let (ca, step) = apply_step(&store, &ca, Ca::activate)?;
     print_step(
         step,
         "the new root signs certificates from now on",
@@ -252,7 +252,7 @@ async fn retire(args: &RotateArgs) -> anyhow::Result<()> {
         }
         check_retirement(&remaining, lagging)?;
     }
-    let (ca, step) = apply_step(&store, Ca::retire)?;
+    let (ca, step) = apply_step(&store, &ca, Ca::retire)?;
     print_step(
         step,
         "the old root is no longer trusted",
@@ -303,11 +303,19 @@ fn unchanged_listener_key(ca: &Ca) -> Option<String> {
     ))
 }
 
+/// Applies a step to the CA whose condition was checked. Refuses it if another command, or the shared state, has changed the rotation
+/// since `checked` was read: the condition of the step was then not checked for the roots that the step would change.
 fn apply_step(
     store: &Store,
+    checked: &Ca,
     step: impl FnOnce(Ca) -> Result<(Ca, RotationStep), causeway_certs::CaError>,
 ) -> anyhow::Result<(Ca, RotationStep)> {
-    store.change_ca(|ca| Ok(step(ca)?))
+    store.change_ca(|ca| {
+        if (ca.fingerprint(), ca.other()) != (checked.fingerprint(), checked.other()) {
+            bail!("another step of the rotation was applied meanwhile; run this command again");
+        }
+        Ok(step(ca)?)
+    })
 }
 
 /// Has the gateway that runs on the directory load the CA. Returns the progress of the edges, or `None` if no gateway runs
@@ -465,6 +473,27 @@ mod tests {
         let expected = "gateway behind:1 does not sign with the new root yet; \
             1 of 2 connected edges of gateway edges:1 still have certificates of the old root: n1; wait";
         assert!(refused.to_string().starts_with(expected), "{refused}");
+    }
+
+    /// The shared state can bring the step of another gateway while a command checks its condition.
+    #[test]
+    fn no_step_is_applied_to_a_rotation_whose_condition_was_not_checked() {
+        type Step = fn(Ca) -> Result<(Ca, RotationStep), causeway_certs::CaError>;
+        let steps: [(Step, Step); 2] = [(Ca::prepare, Ca::activate), (Ca::activate, Ca::retire)];
+        let folder = tempfile::tempdir().unwrap();
+        let domain = "causeway.test".parse().unwrap();
+        let (store, _) = crate::operator::ca::ensure_ca(folder.path(), &domain).unwrap();
+        for (by_another, step) in steps {
+            let checked = store.ca().unwrap().unwrap();
+            let (current, _) = apply_step(&store, &checked, by_another).unwrap();
+            let refused = apply_step(&store, &checked, step).unwrap_err().to_string();
+            assert!(refused.contains("run this command again"), "{refused}");
+            let stored = store.ca().unwrap().unwrap();
+            assert_eq!(stored.other(), current.other());
+        }
+        let checked = store.ca().unwrap().unwrap();
+        let (retired, step) = apply_step(&store, &checked, Ca::retire).unwrap();
+        assert_eq!((retired.other(), step), (None, RotationStep::Applied));
     }
 
     #[test]

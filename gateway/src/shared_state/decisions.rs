@@ -98,17 +98,31 @@ impl SharedState {
     ) -> Vec<Result<Option<NodeRecord>, SyncError>> {
         // A synchronization must not come between, or it could take the entry for a new one.
         let last = self.0.last.lock().await;
-        // Otherwise a command has removed the node here, and the engine does not know it yet.
-        let is_unknown = |node: &&NodeName| {
+        let is_synchronized = |node: &NodeName| {
             let key = EntryKey::Node(node.as_ref()).to_string();
             let last = last.as_ref();
-            !last.is_some_and(|last| last.digests.contains_key(&key))
+            last.is_some_and(|last| last.digests.contains_key(&key))
         };
-        let unknown: Vec<_> = nodes.iter().filter(is_unknown).collect();
-        let mut read = self.read_nodes(&unknown).await.into_iter();
-        let mut results = Vec::new();
+        let mut checks = Vec::with_capacity(nodes.len());
         for node in nodes {
-            let read = is_unknown(&node).then(|| read.next()).flatten();
+            // Otherwise a command has removed the node here, and the engine does not know it yet.
+            let is_wanted = if is_synchronized(node) {
+                self.has_record(node).await
+            } else {
+                Ok(true)
+            };
+            checks.push(is_wanted);
+        }
+        let checked = nodes.iter().zip(&checks);
+        let wanted = checked.filter(|(_, is_wanted)| matches!(is_wanted, Ok(true)));
+        let wanted: Vec<_> = wanted.map(|(node, _)| node).collect();
+        let mut read = self.read_nodes(&wanted).await.into_iter();
+        let mut results = Vec::with_capacity(nodes.len());
+        for (node, is_wanted) in nodes.iter().zip(checks) {
+            let read = match is_wanted {
+                Ok(is_wanted) => is_wanted.then(|| read.next()).flatten(),
+                Err(error) => Some(Err(error)),
+            };
             results.push(match read {
                 Some(Ok((None, None))) | None => Ok(None),
                 Some(Ok(stored)) => self.store_unlocked(node, stored).await,
@@ -116,6 +130,13 @@ impl SharedState {
             });
         }
         results
+    }
+
+    /// Whether the data directory has a record of a node. The tables of this gateway may not have it yet.
+    async fn has_record(&self, node: &NodeName) -> Result<bool, SyncError> {
+        let node = node.clone();
+        self.on_disk(move |store| Ok(store.nodes().all()?.iter().any(|it| it.node == node)))
+            .await
     }
 
     /// Stores the record of a node and its revocation, or the end of one, from the engine in the data directory. `last` must be
