@@ -38,7 +38,7 @@ const PASSTHROUGH: &str = "127.0.0.1:10273";
 const PROXY: &str = "127.0.0.1:10274";
 
 /// Adds a listener to the gateway, and waits until it is open.
-fn open(world: &World, listener: &str, address: &str) {
+pub(crate) fn open(world: &World, listener: &str, address: &str) {
     let more = format!("\nlisteners:\n  - {listener}\n");
     let road = world.the_road();
     road.gateway_anew(|text| text.replacen("\nlisteners:\n", &more, 1));

@@ -1,9 +1,14 @@
 //! A site with its own Kubernetes behind NAT: kubectl in the cloud reaches its kube-apiserver through any of three edges.
 //!
-//! The gateway has one `tcp` listener for the site's node pool. The TLS of kubectl passes through to the kube-apiserver, whose
-//! certificate and client certificates it uses unchanged.
+//! The edges are on three machines of the site's network, each with its own uplink; the control plane is on the first. The gateway
+//! has one `tcp` listener for the site's node pool. The TLS of kubectl passes through to the kube-apiserver, whose certificate and
+//! client certificates it uses unchanged.
 
-use std::{fs, net::IpAddr, path::PathBuf};
+use std::{
+    fs,
+    net::{IpAddr, Ipv4Addr},
+    path::PathBuf,
+};
 
 use libtest_mimic::Trial;
 use serde_json::json;
@@ -13,7 +18,7 @@ use crate::{
     world::{
         World,
         causeway::BINARY,
-        net::{CLOUD, Site},
+        net::{self, CLOUD, Site},
         pki::Pki,
         process::{Process, Program, ToolOutput, until},
         world,
@@ -27,9 +32,10 @@ pub(crate) fn trials() -> Vec<Trial> {
     )]
 }
 
-/// Number of the site's network.
-const NUMBER: u8 = 9;
-const EDGES: usize = 3;
+/// Numbers of the uplinks of the site's machines.
+const UPLINKS: [u8; 3] = [9, 10, 11];
+/// Address of the control plane in the site's network.
+const API: Ipv4Addr = Ipv4Addr::new(10, 3, 0, 1);
 /// Ports of the gateway.
 const TUNNEL: u16 = 12262;
 const LISTENER: u16 = 12643;
@@ -40,9 +46,9 @@ struct SiteCluster {
     folder: PathBuf,
     assets: PathBuf,
     pki: Pki,
-    site: Site,
+    machines: [Site; UPLINKS.len()],
     api: Option<Process>,
-    edges: [Option<Process>; EDGES],
+    edges: [Option<Process>; UPLINKS.len()],
     _etcd: Process,
     _gateway: Process,
 }
@@ -52,14 +58,17 @@ impl SiteCluster {
         let folder = world.path("site-api");
         fs::create_dir_all(&folder).unwrap();
         let assets = world.cluster.assets.clone();
-        let site = Site::new(NUMBER);
+        let machines = UPLINKS.map(Site::new);
+        let [first, second, third] = &machines;
+        let at = |number| Ipv4Addr::new(10, 3, 0, number);
+        net::neighbours("shop", &[(first, API), (second, at(2)), (third, at(3))]);
         let pki = Pki::new(&folder.join("pki"));
         // kubectl uses the listener's address, and the health check the site's.
-        let addresses = [IpAddr::from([127, 0, 0, 1]), site.address()];
+        let addresses = [Ipv4Addr::LOCALHOST, API].map(IpAddr::V4);
         pki.server("apiserver", &["kubernetes"], &addresses);
         pki.client("admin", "admin", Some("system:masters"));
         pki.kubeconfig("admin", &format!("https://127.0.0.1:{LISTENER}"));
-        let etcd = site
+        let etcd = first
             .at(assets.join("etcd"))
             .args([format!("--data-dir={}", folder.join("etcd").display())])
             .words("--unsafe-no-fsync --log-level=warn")
@@ -69,14 +78,14 @@ impl SiteCluster {
             folder,
             assets,
             pki,
-            site,
+            machines,
             api: None,
-            edges: [const { None }; EDGES],
+            edges: [const { None }; UPLINKS.len()],
             _etcd: etcd,
             _gateway: gateway,
         };
         cluster.start_api();
-        for number in 0..EDGES {
+        for number in 0..UPLINKS.len() {
             let create = format!("token create --pool site --node site-{number}");
             let token = cluster.causeway(&create).run().ok().text();
             cluster.start_edge(number, Some(token.trim()));
@@ -91,15 +100,15 @@ impl SiteCluster {
     }
 
     fn start_api(&mut self) {
-        let (path, address) = (|name| self.pki.path(name), self.site.address());
-        let api = self.site.at(self.assets.join("kube-apiserver"));
+        let path = |name| self.pki.path(name);
+        let api = self.machines[0].at(self.assets.join("kube-apiserver"));
         let api = api
             .words("--etcd-servers=http://127.0.0.1:2379 --secure-port=6443")
             .words("--authorization-mode=RBAC --service-cluster-ip-range=10.96.0.0/16")
             .words("--service-account-issuer=https://kubernetes.default.svc")
             .args([
-                format!("--bind-address={address}"),
-                format!("--advertise-address={address}"),
+                format!("--bind-address={API}"),
+                format!("--advertise-address={API}"),
                 format!("--tls-cert-file={}", path("apiserver.pem")),
                 format!("--tls-private-key-file={}", path("apiserver.key")),
                 format!("--client-ca-file={}", path("ca.pem")),
@@ -109,25 +118,25 @@ impl SiteCluster {
         self.api = Some(api.start(&self.folder.join("api.log")));
     }
 
-    /// Starts an edge in the site's network. Each stands for a node of its own.
+    /// Starts the edge of a machine.
     fn start_edge(&mut self, number: usize, token: Option<&str>) {
         let name = format!("site-{number}");
-        let (file, address) = (
-            self.folder.join(format!("{name}.yaml")),
-            self.site.address(),
-        );
+        let file = self.folder.join(format!("{name}.yaml"));
         let config = json!({
             "node": name, "gateways": [format!("{CLOUD}:{TUNNEL}")],
             "data_dir": self.folder.join(&name),
             "admin": { "listen": format!("127.0.0.1:{}", 12266 + number) },
-            "allow": { "hosts": [address.to_string()] },
+            "allow": { "hosts": [API.to_string()] },
             "ports": { "6443": {
-                "target": format!("{address}:6443"), "scheme": "https", "ca": self.pki.path("ca.pem"),
-                "health_check": { "path": "/readyz", "interval": "200ms", "unhealthy_threshold": 2 },
+                "target": format!("{API}:6443"), "scheme": "https", "ca": self.pki.path("ca.pem"),
+                "health_check": { "path": "/readyz", "interval": "1s", "unhealthy_threshold": 2 },
             } },
         });
         fs::write(&file, config.to_string()).unwrap();
-        let mut edge = self.site.at(BINARY).words("edge --config").args([&file]);
+        let mut edge = self.machines[number]
+            .at(BINARY)
+            .words("edge --config")
+            .args([&file]);
         if let Some(token) = token {
             edge = edge.env("CAUSEWAY_JOIN", token);
         }
@@ -187,15 +196,23 @@ fn kubectl_reaches_the_site_while_one_edge_is_left() {
     make(&cluster, "three");
     drop(cluster.edges[0].take());
     make(&cluster, "two");
-    drop(cluster.edges[2].take());
+    // A connection that is cut says nothing: the gateway notices it by the missing heartbeats.
+    cluster.machines[2].cut();
+    until("the gateway has noticed that the uplink is cut", || {
+        cluster.status().matches(" connected ").count() == 1
+    });
     for _ in 0..5 {
         make(&cluster, "one");
         cluster.kubectl("delete configmap one").ok();
     }
     drop(cluster.edges[1].take());
+    until("the last edge has left", || {
+        !cluster.status().contains(" connected ")
+    });
     cluster.kubectl("get configmaps").failed();
     cluster.start_edge(0, None);
     make(&cluster, "again");
+    cluster.machines[2].mend();
 
     cluster.api = None;
     until("the gateway knows that the API is away", || {

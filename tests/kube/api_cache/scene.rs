@@ -69,7 +69,10 @@ impl Scene {
         let cluster = Cluster::start(&folder, &assets);
         let edges = [1, 2].map(|number| Edge::new((&folder, &assets), &cluster, number));
         let shared = [1, 2].map(at_field);
-        net::neighbours(&[(&edges[0].site, shared[0]), (&edges[1].site, shared[1])]);
+        net::neighbours(
+            "field",
+            &[(&edges[0].site, shared[0]), (&edges[1].site, shared[1])],
+        );
         let config = example(
             "gateway.yaml",
             &[

@@ -347,7 +347,7 @@ pub(super) fn two_members_send_heartbeats_of_one_node_at_once() {
     let before = requested(&world);
     let other = Site::new(4);
     other.cut();
-    neighbour(3, &other, member_address(3));
+    neighbour(("field", 3), &other, member_address(3));
     let folder = scene.folder.join("copy");
     fs::create_dir_all(&folder).unwrap();
     let _health = health(&other, &folder);

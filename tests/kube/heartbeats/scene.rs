@@ -78,7 +78,10 @@ fn third(world: &World) -> &'static Site {
         let site = Site::new(3);
         let [one, two] = &world.nodes;
         let at = |number| member_address(number);
-        neighbours(&[(&one.site, at(0)), (&two.site, at(1)), (&site, at(2))]);
+        neighbours(
+            "field",
+            &[(&one.site, at(0)), (&two.site, at(1)), (&site, at(2))],
+        );
         site
     })
 }

@@ -29,7 +29,7 @@ pub(super) fn a_site_of_fifty_nodes_is_cut_off_and_returns() {
     let mut world = world();
     let scene = Scene::start(&mut world, Setup::new("heartbeats-site"));
     let (site, at) = (Site::new(5), Ipv4Addr::new(10, 2, 0, 5));
-    neighbour(4, &site, at);
+    neighbour(("field", 4), &site, at);
     let _health = health(&site, &scene.folder.join("site"));
     let names: Vec<String> = (1..=NODES).map(|number| format!("far-{number}")).collect();
     scene

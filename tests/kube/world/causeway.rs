@@ -245,6 +245,7 @@ impl CausewayProcesses {
         );
         let text = text
             .replace("gw.example.com", &CLOUD.to_string())
+            .replace("10.244.0.0/16", "10.244.0.0/16, 10.250.0.0/16")
             .replace("\nports:\n", &further);
         let own = format!("node: {name}\ndata_dir: {}\n", data.display());
         fs::write(&config, text + &own).unwrap();

@@ -172,24 +172,24 @@ impl Site {
     }
 }
 
-/// Connects nodes to a network that they share, with an address each: it works when all links to the cloud are cut.
-pub(crate) fn neighbours(sites: &[(&Site, Ipv4Addr)]) {
-    must("ip netns add field");
-    must("ip -n field link add field type bridge");
-    must("ip -n field link set field up");
+/// Connects nodes to a network of this name that they share, with an address each: it works when all links to the cloud are cut.
+pub(crate) fn neighbours(network: &str, sites: &[(&Site, Ipv4Addr)]) {
+    must(&format!("ip netns add {network}"));
+    must(&format!("ip -n {network} link add field type bridge"));
+    must(&format!("ip -n {network} link set field up"));
     for (number, (site, address)) in sites.iter().enumerate() {
-        neighbour(number, site, *address);
+        neighbour((network, number), site, *address);
     }
 }
 
 /// Connects another node to that network, with a number of its own.
-pub(crate) fn neighbour(number: usize, site: &Site, address: Ipv4Addr) {
+pub(crate) fn neighbour((network, number): (&str, usize), site: &Site, address: Ipv4Addr) {
     let space = &site.space;
     must(&format!(
-        "ip -n field link add node{number} type veth peer name field netns {space}"
+        "ip -n {network} link add node{number} type veth peer name field netns {space}"
     ));
     must(&format!(
-        "ip -n field link set node{number} master field up"
+        "ip -n {network} link set node{number} master field up"
     ));
     must(&format!("ip -n {space} addr add {address}/24 dev field"));
     must(&format!("ip -n {space} link set field up"));

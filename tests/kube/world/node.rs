@@ -124,6 +124,11 @@ impl Node {
         self.kubelet = Some(kubelet);
     }
 
+    /// Gives new pods addresses of another network. Pods that run stay.
+    pub(crate) fn new_pods_from(&self, network: &str) {
+        write_pod_network(&self.folder, "pool0", network);
+    }
+
     /// Ends its kubelet. Pods stay.
     pub(crate) fn kubelet_dies(&mut self) {
         drop(self.kubelet.take());
@@ -187,20 +192,25 @@ fn cgroup(folder: &Path, name: &str) {
     }
 }
 
-fn containerd(place: &Path, pods: &str) -> String {
+/// Writes the configuration of the network of pods. containerd reads it again when it changes.
+fn write_pod_network(place: &Path, bridge: &str, network: &str) {
     let networks = place.join("cni");
     fs::create_dir_all(&networks).unwrap();
-    let bridge = serde_json::json!({
+    let list = serde_json::json!({
         "cniVersion": "1.0.0", "name": "pods",
         "plugins": [{
-            "type": "bridge", "bridge": "cni0", "isGateway": true, "ipMasq": true,
+            "type": "bridge", "bridge": bridge, "isGateway": true, "ipMasq": true,
             "ipam": {
-                "type": "host-local", "ranges": [[{ "subnet": pods }]],
+                "type": "host-local", "ranges": [[{ "subnet": network }]],
                 "routes": [{ "dst": format!("{CLOUD}/32") }],
             },
         }],
     });
-    fs::write(networks.join("pods.conflist"), bridge.to_string()).unwrap();
+    fs::write(networks.join("pods.conflist"), list.to_string()).unwrap();
+}
+
+fn containerd(place: &Path, pods: &str) -> String {
+    write_pod_network(place, "cni0", pods);
     format!(
         "version = 2\n\
          [plugins.\"io.containerd.grpc.v1.cri\"]\n\
@@ -213,7 +223,7 @@ fn containerd(place: &Path, pods: &str) -> String {
          [plugins.\"io.containerd.grpc.v1.cri\".registry]\n\
          config_path = \"{}\"\n",
         image::NAME,
-        networks.display(),
+        place.join("cni").display(),
         place.join("registries").display()
     )
 }
