@@ -1,15 +1,24 @@
-//! PROXY v2 on listeners: a trusted proxy gives the address of the client, and no other peer can give one.
+//! PROXY v2 on listeners: a trusted proxy gives the address of the client, and no other peer can give one. And to targets, which read
+//! the address of the client.
 
 use crate::world::{
     PATIENCE, World,
     app::{App, Script, answer},
     authority::Authority,
-    client::read,
+    client::{read, read_to_end},
     gateway::{anonymous, fixed, loopback},
+    tool::{Running, Tool, need},
+    until,
 };
+use causeway_certs::LeafCertificate;
 use causeway_edge::config::Protocol;
-use causeway_gateway::config::{self, Listener, ListenerProtocol};
-use std::net::{Ipv4Addr, SocketAddr};
+use causeway_gateway::config::{self, ListenAddr, Listener, ListenerProtocol};
+use std::{
+    fs,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+};
+use tempfile::TempDir;
+use test_summary::unused_port;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpSocket, TcpStream},
@@ -35,6 +44,14 @@ fn believing(name: &str, kind: ListenerProtocol) -> Listener {
     }
 }
 
+/// Listener for sessions with a port of edge-1.
+fn raw(name: &str, port: u16) -> Listener {
+    Listener {
+        anonymous: true,
+        ..fixed(name, ListenerProtocol::Tcp, "edge-1", port)
+    }
+}
+
 fn header(from: [u8; 4], to: [u8; 4], port: u16) -> Vec<u8> {
     let start = b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c";
     [
@@ -47,13 +64,20 @@ fn header(from: [u8; 4], to: [u8; 4], port: u16) -> Vec<u8> {
     .concat()
 }
 
+/// Connects from this address of the system.
+async fn dial(listener: SocketAddr, from: impl Into<IpAddr>) -> TcpStream {
+    let socket = if listener.is_ipv4() {
+        TcpSocket::new_v4().unwrap()
+    } else {
+        TcpSocket::new_v6().unwrap()
+    };
+    socket.bind(SocketAddr::new(from.into(), 0)).unwrap();
+    socket.connect(listener).await.unwrap()
+}
+
 /// Returns the response to these bytes, or nothing if the connection is cut.
 async fn exchange(listener: SocketAddr, from: [u8; 4], bytes: &[u8]) -> String {
-    let socket = TcpSocket::new_v4().unwrap();
-    socket
-        .bind(SocketAddr::from((Ipv4Addr::from(from), 0)))
-        .unwrap();
-    let mut stream: TcpStream = socket.connect(listener).await.unwrap();
+    let mut stream = dial(listener, from).await;
     stream.write_all(bytes).await.unwrap();
     let (mut message, mut piece) = (String::new(), [0; 4096]);
     let reading = async {
@@ -114,21 +138,14 @@ async fn only_a_trusted_proxys_header_gives_source_and_destination() {
 
 #[tokio::test]
 async fn an_app_of_bytes_reads_the_client_in_a_proxy_header() {
-    let bytes = Listener {
-        anonymous: true,
-        ..fixed("bytes", ListenerProtocol::Tcp, "edge-1", 22)
-    };
-    let world = World::build().listener(bytes).start().await;
+    let world = World::build().listener(raw("bytes", 22)).start().await;
     let app = App::tcp(Script::new().echo()).await;
     let edge = world
         .edge("edge-1")
         .port_as(22, Protocol::Tcp, app.address());
     let edge = edge.config(|config| config.ports.get_mut(&22).unwrap().proxy_protocol = true);
     let _edge = edge.join().await;
-    let socket = TcpSocket::new_v4().unwrap();
-    let from = SocketAddr::from((Ipv4Addr::from(ELSEWHERE), 0));
-    socket.bind(from).unwrap();
-    let mut socket = socket.connect(world.listener("bytes")).await.unwrap();
+    let mut socket = dial(world.listener("bytes"), ELSEWHERE).await;
     socket.write_all(b"hello").await.unwrap();
     let client = socket.local_addr().unwrap().port();
     let mut expected = header(ELSEWHERE, [127, 0, 0, 1], app.port());
@@ -137,18 +154,22 @@ async fn an_app_of_bytes_reads_the_client_in_a_proxy_header() {
     assert_eq!(read(&mut socket, expected.len()).await, expected);
 }
 
+/// TLS of the gateway with an upstream whose certificate is not checked.
+fn any_certificate() -> config::UpstreamTls {
+    config::UpstreamTls {
+        verify: false,
+        ..config::UpstreamTls::default()
+    }
+}
+
 /// The requests of several clients share a connection on which the gateway speaks TLS.
 #[tokio::test]
 async fn a_pooled_connection_names_no_client_in_its_proxy_header() {
     let authority = Authority::new();
     let tls = authority.serve(&authority.app(&["edge-1"]), false);
     let app = App::https_behind_proxy(tls, |_| answer::ok("here")).await;
-    let upstream_tls = config::UpstreamTls {
-        verify: false,
-        ..config::UpstreamTls::default()
-    };
     let build = World::build().listener(anonymous("web", ListenerProtocol::Http));
-    let build = build.config(|config| drop(config.upstream_tls.insert(9100, upstream_tls)));
+    let build = build.config(|config| drop(config.upstream_tls.insert(9100, any_certificate())));
     let world = build.workers(1).start().await;
     let plan = world.edge("edge-1");
     let plan = plan.port_as(9100, Protocol::Tcp, app.address());
@@ -162,4 +183,123 @@ async fn a_pooled_connection_names_no_client_in_its_proxy_header() {
     assert_eq!(app.connections(), 1, "the connection was pooled");
     let local = b"\r\n\r\n\0\r\nQUIT\n\x20\0\0\0";
     assert_eq!(app.body().await, local);
+}
+
+/// A real `HAProxy` whose ports expect a PROXY header.
+struct Haproxy {
+    /// Passes bytes to an app, and logs the client of each session.
+    bytes: SocketAddr,
+    /// Answers each request with the address of the client.
+    http: SocketAddr,
+    /// The same over TLS.
+    https: SocketAddr,
+    process: Running,
+    _folder: TempDir,
+}
+
+impl Haproxy {
+    async fn start(app: &App, certificate: &LeafCertificate) -> Self {
+        let any_port = || SocketAddr::from((Ipv4Addr::LOCALHOST, unused_port()));
+        let (bytes, http, https, ready) = (any_port(), any_port(), any_port(), any_port());
+        let folder = tempfile::tempdir().unwrap();
+        let (file, pem) = (
+            folder.path().join("haproxy.cfg"),
+            folder.path().join("server.pem"),
+        );
+        let (chain, key) = (certificate.chain_pem(), certificate.key_pem());
+        fs::write(&pem, format!("{chain}{}", key.expose())).unwrap();
+        let text = format!(
+            "global\n log stdout format raw local0\n\
+             defaults\n timeout connect 1m\n timeout client 1h\n timeout server 1h\n\
+             listen bytes\n mode tcp\n bind {bytes} accept-proxy\n log global\n\
+             \x20log-format \"client %ci:%cp\"\n server app {}\n\
+             frontend http\n mode http\n bind {http} accept-proxy\n\
+             \x20bind {https} accept-proxy ssl crt {}\n bind {ready}\n\
+             \x20http-request return status 200 content-type text/plain lf-string \"%[src]:%[src_port]\"\n",
+            app.address(),
+            pem.display()
+        );
+        fs::write(&file, text).unwrap();
+        let haproxy = Tool::new("haproxy").args(["-db".as_ref(), "-f".as_ref(), file.as_os_str()]);
+        let process = haproxy.start();
+        until("HAProxy is open", async || {
+            TcpStream::connect(ready).await.is_ok()
+        })
+        .await;
+        Self {
+            bytes,
+            http,
+            https,
+            process,
+            _folder: folder,
+        }
+    }
+}
+
+/// Returns a listener on IPv6 for a port of edge-1, if this machine has IPv6.
+fn raw_ipv6(name: &str, port: u16) -> Option<Listener> {
+    let listen = SocketAddr::from(([0, 0, 0, 0, 0, 0, 0, 1], 0));
+    std::net::TcpListener::bind(listen).ok()?;
+    let listen = ListenAddr::Tcp(listen);
+    Some(Listener {
+        listen,
+        ..raw(name, port)
+    })
+}
+
+#[tokio::test]
+async fn haproxy_as_a_target_reads_the_client_in_the_proxy_header() {
+    need!("haproxy");
+    let authority = Authority::new();
+    let app = App::tcp(Script::new().echo()).await;
+    let mut haproxy = Haproxy::start(&app, &authority.app(&["edge-1"])).await;
+    let mut build = World::build()
+        .listener(raw("bytes", 22))
+        .listener(raw("http", 80))
+        .listener(anonymous("web", ListenerProtocol::Http))
+        .config(|config| drop(config.upstream_tls.insert(443, any_certificate())));
+    let ipv6 = raw_ipv6("ipv6", 80);
+    let has_ipv6 = ipv6.is_some();
+    if let Some(listener) = ipv6 {
+        build = build.listener(listener);
+    }
+    let world = build.start().await;
+    let plan = world
+        .edge("edge-1")
+        .port_as(22, Protocol::Tcp, haproxy.bytes)
+        .port_as(80, Protocol::Tcp, haproxy.http)
+        .port_as(443, Protocol::Tcp, haproxy.https);
+    let plan = plan.config(|config| {
+        let ports = config.ports.values_mut();
+        ports.for_each(|port| port.proxy_protocol = true);
+    });
+    let _edge = plan.join().await;
+
+    let mut session = dial(world.listener("bytes"), ELSEWHERE).await;
+    session.write_all(b"hello").await.unwrap();
+    assert_eq!(read(&mut session, 5).await, b"hello");
+    let client = session.local_addr().unwrap();
+    drop(session);
+    // HAProxy also writes messages of its own.
+    let logged = format!("client {client}");
+    while haproxy.process.line().await != logged {}
+
+    let mut from = vec![("http", IpAddr::from(ELSEWHERE))];
+    if has_ipv6 {
+        from.push(("ipv6", IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])));
+    }
+    for (listener, ip) in from {
+        let mut session = dial(world.listener(listener), ip).await;
+        let client = session.local_addr().unwrap();
+        session.write_all(GET).await.unwrap();
+        let answer = String::from_utf8(read_to_end(&mut session).await.unwrap()).unwrap();
+        let expected = format!("\r\n\r\n{ip}:{}", client.port());
+        assert!(answer.ends_with(&expected), "{expected:?} in {answer:?}");
+    }
+
+    // Several clients share this connection, so its header names none, and HAProxy shows the edge's own address.
+    let client = world.client_at("web").nobody().from("127.0.0.3");
+    let answer = client.get("http://edge-1:443/").await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    assert!(answer.text().starts_with("127.0.0.1:"), "{}", answer.text());
 }
