@@ -137,26 +137,51 @@ async fn assert_echo(wire: &mut TcpStream) {
 #[tokio::test]
 async fn a_node_moves_a_large_transfer_each_way() {
     let server = TransferServer::start().await;
-    let length = server.length;
-    let world = world(app_only(server.address)).await;
+    let (length, address) = (server.length, server.address);
+    let world = world(app_only(address)).await;
     let edge = join(&world, "edge-1", &["app"]).await;
-    server.transfer(connect(&edge, Some("app:443")).await).await;
+    let wire = connect(&edge, Some("app:443")).await;
+    let audit = || world.log().audit();
+    until("the audit log has the begin", async || !audit().is_empty()).await;
+    let at_egress = [("listener", "egress")];
+    let metrics = world.metrics().await;
+    assert_eq!(metrics.sum("open_streams", &at_egress), 1);
+    assert_eq!(metrics.sum("streams_total", &at_egress), 0);
+    server.transfer(wire).await;
     until("the record is written", async || {
         !world.log().records().is_empty()
     })
     .await;
+    let events: Vec<_> = audit().iter().map(|line| line["event"].clone()).collect();
+    assert_eq!(events, ["opened", "closed"]);
+    let begin = &audit()[0];
+    assert_eq!((&begin["up"], &begin["down"]), (&json!(0), &json!(0)));
+    let end = audit().remove(1);
+    assert_eq!(begin["trace"], end["trace"]);
     let record = &world.log().records()[0];
+    for (key, value) in [("up", json!(length)), ("down", json!(length))] {
+        assert_eq!(record[key], value, "{record}");
+        assert_eq!(end[key], value, "{end}");
+    }
     for (key, value) in [
         ("listener", json!("egress")),
         ("client", json!("spiffe://world.test/edge/edge-1")),
+        ("by", json!("certificate")),
         ("path", json!("app:443")),
         ("rule", json!("app")),
+        ("address", json!(address.to_string())),
         ("status", json!(200)),
-        ("up", json!(length)),
-        ("down", json!(length)),
     ] {
-        assert_eq!(record[key], value, "{record}");
+        for line in [record, begin, &end] {
+            assert_eq!(line[key], value, "{line}");
+        }
     }
+    let metrics = world.metrics().await;
+    assert_eq!(metrics.sum("open_streams", &at_egress), 0);
+    assert_eq!(metrics.sum("streams_total", &at_egress), 1);
+    assert_eq!(metrics.outcomes("egress", "ok"), 1);
+    let bytes = metrics.sum("stream_bytes_total", &at_egress);
+    assert_eq!(bytes, 2 * u64::try_from(length).unwrap());
 }
 
 #[tokio::test]
@@ -212,6 +237,7 @@ async fn everything_is_denied_without_rules() {
         },
     )
     .await;
+    assert_eq!(world.metrics().await.outcomes("egress", "forbidden"), 2);
 }
 
 /// Names may resolve to any address, and texts that are no addresses here may be addresses for a resolver.

@@ -37,9 +37,18 @@ impl Log {
 
     /// All access records, in order.
     pub(crate) fn records(&self) -> Vec<Value> {
+        self.with_target("access")
+    }
+
+    /// All lines of the audit log, in order.
+    pub(crate) fn audit(&self) -> Vec<Value> {
+        self.with_target("audit")
+    }
+
+    fn with_target(&self, target: &str) -> Vec<Value> {
         let events = self.events.lock().unwrap();
-        let records = events.iter().filter(|event| event["target"] == "access");
-        records.cloned().collect()
+        let found = events.iter().filter(|event| event["target"] == target);
+        found.cloned().collect()
     }
 
     /// The access record of a trace.
