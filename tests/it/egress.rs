@@ -1,12 +1,13 @@
 //! Egress: connections that nodes open to the cloud and to other nodes.
 
 mod otlp;
+mod resets;
 
 use crate::world::{
     World,
     app::{App, Script, answer},
     authority::Authority,
-    client::{Client, ListenerAddress},
+    client::{Client, ListenerAddress, exchange, read},
     edge::Edge,
     gateway::{fixed, loopback},
     process::{GatewayProcess, OPEN, Process, causeway},
@@ -94,25 +95,44 @@ async fn assert_no_place(edge: &Edge, to: Option<&str>) {
 
 /// Asks the proxy for a connection by HTTP. Returns the head of its answer.
 async fn proxied(edge: &Edge, target: &str) -> (TcpStream, String) {
-    let mut wire = connect(edge, None).await;
-    let head = format!("CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n");
-    wire.write_all(head.as_bytes()).await.unwrap();
-    let mut answer = Vec::new();
-    while !answer.ends_with(b"\r\n\r\n") {
-        answer.push(wire.read_u8().await.unwrap());
-    }
-    (wire, String::from_utf8(answer).unwrap())
+    ask(connect(edge, None).await, target).await
+}
+
+/// Asks the proxy at the other end of this connection, as [`proxied`] does.
+async fn ask(mut wire: TcpStream, target: &str) -> (TcpStream, String) {
+    let request = format!("CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n");
+    let head = exchange(&mut wire, request).await;
+    (wire, head)
 }
 
 /// Returns the status of the proxy's answer, and its body if the connection was refused.
 async fn refused(edge: &Edge, target: &str) -> (u16, String) {
-    let (mut wire, head) = proxied(edge, target).await;
+    refused_at(connect(edge, None).await, target).await
+}
+
+/// Asks the proxy at the other end of this connection, as [`refused`] does.
+async fn refused_at(wire: TcpStream, target: &str) -> (u16, String) {
+    let (mut wire, head) = ask(wire, target).await;
     let status = head.split(' ').nth(1).unwrap().parse().unwrap();
     let mut body = String::new();
     if status != 200 {
         wire.read_to_string(&mut body).await.unwrap();
     }
     (status, body)
+}
+
+/// Asks the proxy for a connection to a domain by SOCKS5. Returns the code of its reply.
+async fn by_socks(edge: &Edge, domain: &str, port: u16) -> (TcpStream, u8) {
+    let mut wire = connect(edge, None).await;
+    wire.write_all(&[5, 1, 0]).await.unwrap();
+    assert_eq!(read(&mut wire, 2).await, [5, 0]);
+    let length = u8::try_from(domain.len()).unwrap();
+    let mut request = vec![5, 1, 0, 3, length];
+    request.extend_from_slice(domain.as_bytes());
+    request.extend_from_slice(&port.to_be_bytes());
+    wire.write_all(&request).await.unwrap();
+    let reply = read(&mut wire, 10).await;
+    (wire, reply[1])
 }
 
 /// Waits until the connection ends, and asserts that it ends with a reset.
@@ -296,29 +316,13 @@ async fn the_proxy_reaches_what_a_rule_lists_by_http_and_socks5() {
     assert_eq!(refused(&edge, "example.invalid:443").await.0, 403);
     assert_eq!(other.connections(), 0);
 
-    // The reply to the request of a SOCKS5 client for a domain.
-    let socks = async |domain: &str, port: u16| {
-        let mut wire = connect(&edge, None).await;
-        wire.write_all(&[5, 1, 0]).await.unwrap();
-        let mut chosen = [0; 2];
-        wire.read_exact(&mut chosen).await.unwrap();
-        assert_eq!(chosen, [5, 0]);
-        let length = u8::try_from(domain.len()).unwrap();
-        let mut request = vec![5, 1, 0, 3, length];
-        request.extend_from_slice(domain.as_bytes());
-        request.extend_from_slice(&port.to_be_bytes());
-        wire.write_all(&request).await.unwrap();
-        let mut reply = [0; 10];
-        wire.read_exact(&mut reply).await.unwrap();
-        (wire, reply[1])
-    };
-    let (mut wire, reply) = socks("localhost", app.port()).await;
+    let (mut wire, reply) = by_socks(&edge, "localhost", app.port()).await;
     assert_eq!(reply, 0);
     assert_echo(&mut wire).await;
     let longest = "a".repeat(255);
-    let (_, reply) = socks(&longest, app.port()).await;
+    let (_, reply) = by_socks(&edge, &longest, app.port()).await;
     assert_ne!(reply, 0, "a domain of 255 bytes");
-    let (mut wire, reply) = socks("127.0.0.1", app.port()).await;
+    let (mut wire, reply) = by_socks(&edge, "127.0.0.1", app.port()).await;
     assert_eq!(reply, 0, "the edge and the gateway still serve");
     assert_echo(&mut wire).await;
 }
