@@ -2,6 +2,7 @@
 
 mod otlp;
 mod resets;
+mod stalled;
 
 use crate::world::{
     World,

@@ -4,7 +4,11 @@
 
 use super::tool::full;
 use sha2::{Digest, Sha256};
-use std::{io, net::SocketAddr};
+use std::{
+    io,
+    net::SocketAddr,
+    sync::atomic::{AtomicUsize, Ordering::Relaxed},
+};
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -62,12 +66,18 @@ impl TransferServer {
 /// Sends bytes that depend on `seed`, and receives at the same time.
 async fn transfer(wire: TcpStream, length: usize, seed: u8) -> Transfer {
     let (read, write) = wire.into_split();
-    let (received, sent) = tokio::join!(receive(read), send(write, length, seed));
+    let written = AtomicUsize::new(0);
+    let sending = send(write, (length, seed), &written);
+    let (received, sent) = tokio::join!(receive(read), sending);
     Transfer { sent, received }
 }
 
-/// Writes the bytes and then the end. Returns their hash.
-async fn send(mut wire: impl AsyncWrite + Unpin, length: usize, seed: u8) -> io::Result<Vec<u8>> {
+/// Writes bytes that depend on `seed`, counts those that were accepted, and writes the end. Returns their hash.
+pub(crate) async fn send(
+    mut wire: impl AsyncWrite + Unpin,
+    (length, seed): (usize, u8),
+    written: &AtomicUsize,
+) -> io::Result<Vec<u8>> {
     let mut hash = Sha256::new();
     let mut chunk = vec![0; CHUNK];
     for (number, offset) in (0..length).step_by(CHUNK).enumerate() {
@@ -77,13 +87,14 @@ async fn send(mut wire: impl AsyncWrite + Unpin, length: usize, seed: u8) -> io:
         }
         hash.update(&chunk);
         wire.write_all(&chunk).await?;
+        written.fetch_add(chunk.len(), Relaxed);
     }
     wire.shutdown().await?;
     Ok(hash.finalize().to_vec())
 }
 
 /// Reads to the end, and returns the number of bytes with their hash.
-async fn receive(mut wire: impl AsyncRead + Unpin) -> io::Result<(usize, Vec<u8>)> {
+pub(crate) async fn receive(mut wire: impl AsyncRead + Unpin) -> io::Result<(usize, Vec<u8>)> {
     let (mut hash, mut total, mut chunk) = (Sha256::new(), 0, vec![0; CHUNK]);
     loop {
         match wire.read(&mut chunk).await? {
