@@ -1,5 +1,6 @@
 //! Egress: connections that nodes open to the cloud and to other nodes.
 
+mod other_gateways;
 mod otlp;
 mod resets;
 mod stalled;

@@ -8,7 +8,7 @@ use crate::world::{
     tool::Tool,
     until,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::{
     fs,
     net::Ipv4Addr,
@@ -126,6 +126,19 @@ impl Fleet {
         let mut edge = edge.start();
         edge.wait_for_line("tunnel registered").await;
         edge
+    }
+
+    /// Gives one of the gateways, which have no access policy, this one.
+    pub(crate) async fn set_policy(&self, number: usize, rules: &Value) {
+        let site = &self.sites[number];
+        let policy = site.path("policy.yaml");
+        fs::write(&policy, rules.to_string()).unwrap();
+        let configuration = site.path("gateway.yaml");
+        let text = fs::read_to_string(&configuration).unwrap();
+        let text = format!("{text}policy: {}\n", policy.display());
+        fs::write(&configuration, text).unwrap();
+        let reload = causeway("reload").flag("--data-dir", site.data());
+        reload.run().await.ok();
     }
 
     /// Returns the address of the listener for sessions with one node.
@@ -414,19 +427,8 @@ async fn a_gateway_decides_by_its_own_policy_about_forwarded_requests() {
     let fleet = Fleet::start(2, &["edge-1"], &app, "").await;
     let _edge = fleet.edge("edge-1", 0, &app).await;
     fleet.until_state(1, "edge-1", "connected").await;
-    let near = &fleet.sites[0];
-    let rules = near.path("policy.yaml");
-    let allowed = "rules: [{ what: { paths: [/metrics] }, then: allow }]\n";
-    fs::write(&rules, allowed).unwrap();
-    let configuration = near.path("gateway.yaml");
-    let text = fs::read_to_string(&configuration).unwrap();
-    fs::write(
-        &configuration,
-        format!("{text}policy: {}\n", rules.display()),
-    )
-    .unwrap();
-    let reload = causeway("reload").flag("--data-dir", near.data());
-    reload.run().await.ok();
+    let allowed = json!({ "rules": [{ "what": { "paths": ["/metrics"] }, "then": "allow" }] });
+    fleet.set_policy(0, &allowed).await;
     let client = fleet.sites[1].nobody();
     assert_eq!(client.get("http://edge-1:9100/metrics").await.status, 200);
     let refused = client.get(URL).await;
