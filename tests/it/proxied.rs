@@ -1,5 +1,5 @@
-//! PROXY v2 on listeners: a trusted proxy gives the address of the client, and no other peer can give one. And to targets, which read
-//! the address of the client.
+//! PROXY v2 on listeners: a trusted proxy gives the address of the client, and no other peer can give one. And to targets,
+//! which read the client's address.
 
 use crate::world::{
     PATIENCE, World,
