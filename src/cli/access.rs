@@ -1,10 +1,11 @@
 //! The arguments of the commands that users run on their own machines, against a gateway's `connect` listener.
 
 use std::ffi::OsString;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use causeway_config::host_port;
 use causeway_tls::Fingerprint;
 use clap::{Args, Subcommand, ValueEnum};
 
@@ -113,15 +114,15 @@ pub(crate) struct SshConfig {
 
 #[derive(Debug, Args)]
 pub(crate) struct Forward {
-    /// Name of the node
-    #[arg(value_name = "NODE")]
+    /// Name of the node, without a port
+    #[arg(value_name = "NODE", value_parser = host)]
     pub(crate) node: String,
     /// Ports: 5432 for the same port on both sides, 8080:80 for another local port, :9100 for any free local port
     #[arg(value_name = "[LOCAL:]REMOTE", required = true, value_parser = PortPair::parse)]
     pub(crate) ports: Vec<PortPair>,
     /// Local address; other machines can connect if it is not a loopback address
     #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
-    pub(crate) address: std::net::IpAddr,
+    pub(crate) address: IpAddr,
     /// Time that a new connection waits for a node that is away; 0s: one attempt
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = humantime::parse_duration)]
     pub(crate) wait: Duration,
@@ -130,6 +131,15 @@ pub(crate) struct Forward {
     pub(crate) json: bool,
     #[command(flatten)]
     pub(crate) profile: ProfileArg,
+}
+
+/// Parses the name of a node, or of another host that the gateway reaches, or an address without brackets.
+fn host(text: &str) -> Result<String, String> {
+    let is_name = || host_port(&format!("{text}:1")).is_ok_and(|(host, _)| host == text);
+    if text.parse::<IpAddr>().is_ok() || is_name() {
+        return Ok(text.to_owned());
+    }
+    Err("write the node and its ports as separate arguments, such as: edge-1 5432 8080:80".into())
 }
 
 /// Local port and port of the node.
@@ -197,6 +207,17 @@ mod tests {
         assert_eq!(parsed(":9100"), Ok((0, 9100)));
         for bad in ["", ":", "0", "80:", "0:80", "1:2:3", "http", "65536"] {
             assert!(parsed(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_node_has_no_port() {
+        for good in ["edge-1", "printer.edge-1", "10.0.3.7", "2001:db8::1"] {
+            assert_eq!(host(good).as_deref(), Ok(good));
+        }
+        for bad in ["edge-1:5432", "[2001:db8::1]", "root@edge-1", "edge-1/", ""] {
+            let error = host(bad).unwrap_err();
+            assert!(error.contains("edge-1 5432"), "{bad}: {error}");
         }
     }
 

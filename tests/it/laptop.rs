@@ -551,6 +551,12 @@ async fn forward_prints_its_addresses_as_kubectl_does_and_nothing_else_to_a_pipe
     forward.signal("TERM").await;
     let ended = forward.over().await.ok();
     assert_eq!((ended.text().as_str(), ended.stderr.as_str()), ("", ""));
+
+    let refused = laptop.causeway("forward edge-1:5432 8080").run().await;
+    assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+    assert!(refused.text().is_empty(), "no port opens: {refused:?}");
+    let message = "invalid value 'edge-1:5432' for '<NODE>': write the node and its ports as separate arguments";
+    assert!(refused.stderr.contains(message), "{refused:?}");
 }
 
 /// `script` gives the command a terminal. The key Ctrl-C ends the command.
