@@ -1,7 +1,7 @@
 //! Runtime components that are independent of Causeway's protocol.
 //!
 //! `cache` is a bounded cache with a time to live for each entry and one fetch for all concurrent calls. `resolve` turns
-//! host names into addresses. `exposition` writes metrics as text, with those of the process. The other modules are needed
+//! host names into addresses, and `happy_eyeballs` connects to one of them. `exposition` writes metrics as text, with those of the process. The other modules are needed
 //! by connections: tasks with an owner, sockets, relays, listeners, limits, turns, a client for one HTTP request, throttles of log lines.
 //! `local_proxy` reads the requests of local programs that use SOCKS5 or HTTP CONNECT.
 //! `host_addresses` knows the addresses of this host's interfaces. `descriptor_passing` passes open sockets to another process.
@@ -13,6 +13,7 @@ mod cache;
 pub mod copy;
 mod exposition;
 mod forward;
+pub mod happy_eyeballs;
 pub mod http_client;
 pub mod lingering_close;
 pub mod local_proxy;

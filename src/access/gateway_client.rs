@@ -12,7 +12,7 @@ use anyhow::Context as _;
 use causeway_config::host_port;
 use causeway_rt::socket::{PrefixedStream, ResetOnClose, set_client_tcp_options};
 use causeway_rt::task::TaskGroup;
-use causeway_rt::{forward, resolve};
+use causeway_rt::{forward, happy_eyeballs};
 use causeway_tls::NoServerVerification;
 use http_body_util::{BodyExt, Empty, Limited};
 use humantime::format_duration;
@@ -432,8 +432,7 @@ impl GatewayClient {
         let connecting = async {
             let name = ServerName::try_from(self.host.clone())
                 .with_context(|| format!("{:?} is not a valid host name", self.host))?;
-            let addresses = resolve(&self.host, self.port).await?;
-            let tcp = TcpStream::connect(addresses.as_slice()).await?;
+            let tcp = happy_eyeballs::connect(&self.host, self.port, CONNECT_TIMEOUT).await?;
             set_client_tcp_options(&tcp);
             let tls = TlsConnector::from(Arc::new(config)).connect(name, tcp);
             tls.await.map_err(|error| self.explain_tls(error))

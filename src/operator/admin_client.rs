@@ -12,7 +12,7 @@ use std::{fmt, io};
 use anyhow::{Context, bail};
 use causeway_certs::{OpenMode, Store, StoreError};
 use causeway_config::host_port;
-use causeway_rt::{http_client, resolve};
+use causeway_rt::{happy_eyeballs, http_client};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Bytes;
 use hyper::{Method, Request, StatusCode, header};
@@ -156,10 +156,7 @@ async fn within_request_timeout<T>(
 
 async fn connect(address: &str) -> anyhow::Result<TcpStream> {
     let (host, port) = host_port(address).map_err(anyhow::Error::msg)?;
-    let addresses = resolve(host, port)
-        .await
-        .with_context(|| format!("cannot resolve {host}"))?;
-    TcpStream::connect(addresses.as_slice())
+    happy_eyeballs::connect(host, port, REQUEST_TIMEOUT)
         .await
         .with_context(|| format!("cannot connect to {address}; is the process running?"))
 }

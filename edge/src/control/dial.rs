@@ -1,7 +1,6 @@
 //! Connection to a gateway: name resolution, TCP, an optional proxy, and TLS.
 //!
-//! Names are resolved again at each attempt. Their addresses are tried as in RFC 8305 (Happy Eyeballs): IPv6 and IPv4
-//! alternate. If an attempt has not connected after 250 ms, another one starts at the next address. Each attempt ends after
+//! Names are resolved again at each attempt. Their addresses are tried as in RFC 8305 ([`happy_eyeballs`]). Each attempt ends after
 //! `timeouts.tcp`. A proxy (HTTP CONNECT or SOCKS5) resolves the name itself. The dialled name is only the SNI, because the
 //! certificate identifies the gateway.
 
@@ -9,14 +8,11 @@ use super::connect_error::ConnectError;
 use crate::config::{Config, Timeouts};
 use arc_swap::ArcSwap;
 use causeway_config::{Secret, host_port};
+use causeway_rt::happy_eyeballs::{self, connect_within, interleave_families, race};
 use causeway_rt::resolve;
 use causeway_rt::socket::{CountedIo, set_tunnel_options};
 use causeway_tunnel::{Target, wire};
-use futures_util::{
-    StreamExt,
-    future::{join_all, pending},
-    stream::FuturesUnordered,
-};
+use futures_util::future::join_all;
 use http::Uri;
 use hyper_util::{
     client::{
@@ -27,19 +23,14 @@ use hyper_util::{
 };
 use rustls::ClientConfig;
 use rustls_pki_types::ServerName;
-use std::{
-    collections::VecDeque, error::Error, fmt, io, net::SocketAddr, sync::Arc, time::Duration,
-};
+use std::{error::Error, fmt, io, net::SocketAddr, sync::Arc, time::Duration};
 use tokio::{
     net::TcpStream,
-    time::{Instant, sleep, timeout},
+    time::{Instant, timeout},
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 use tower::{ServiceExt, service_fn};
 use tracing::{debug, info};
-
-/// Delay before an attempt at the next address starts in parallel (RFC 8305 section 5, "Connection Attempt Delay").
-const STAGGER: Duration = Duration::from_millis(250);
 
 /// Connector that dials gateways.
 pub(crate) struct GatewayConnector {
@@ -302,7 +293,7 @@ impl GatewayConnector {
         address: SocketAddr,
     ) -> Result<TcpStream, ConnectError> {
         let tcp_timeout = self.timeouts.tcp;
-        connect(address, tcp_timeout).await.map_err(|error| {
+        connect_within(address, tcp_timeout).await.map_err(|error| {
             let what = format!(
                 "could not dial {} ({address}): {error}",
                 gateway_addr.gateway
@@ -378,65 +369,6 @@ fn refused_by_proxy(error: &(dyn Error + 'static)) -> ConnectError {
     ConnectError::refused(what)
 }
 
-/// Orders addresses so that IPv6 and IPv4 alternate, beginning with the family of the first one (RFC 8305 section 4). Each
-/// family keeps its order.
-fn interleave_families<P>(addresses: Vec<P>, is_v6: impl Fn(&P) -> bool) -> VecDeque<P> {
-    let first = addresses.first().is_some_and(&is_v6);
-    let (own, other): (Vec<_>, Vec<_>) = addresses.into_iter().partition(|it| is_v6(it) == first);
-    let (mut own, mut other) = (own.into_iter(), other.into_iter());
-    let mut all = VecDeque::new();
-    loop {
-        let pair = [own.next(), other.next()];
-        if pair.iter().all(Option::is_none) {
-            return all;
-        }
-        all.extend(pair.into_iter().flatten());
-    }
-}
-
-/// Connects to the addresses in their order. The next attempt starts when one has failed or has taken [`STAGGER`]. Returns
-/// the first connection, and the errors of the addresses that failed. Addresses that were not tried to the end stay in
-/// `addresses`.
-async fn race<P: Clone + PartialEq, T, E, F: Future<Output = Result<T, E>>>(
-    addresses: &mut VecDeque<P>,
-    connect: impl Fn(P) -> F,
-) -> (Option<(P, T)>, Vec<E>) {
-    let (mut errors, mut connected) = (Vec::new(), None);
-    let mut started: Vec<P> = Vec::new();
-    let mut attempts = FuturesUnordered::new();
-    while connected.is_none() {
-        if let Some(addr) = addresses.pop_front() {
-            started.push(addr.clone());
-            let connecting = connect(addr.clone());
-            attempts.push(async move { (addr, connecting.await) });
-        } else if attempts.is_empty() {
-            break;
-        }
-        let next_attempt = async {
-            if addresses.is_empty() {
-                pending::<()>().await;
-            }
-            sleep(STAGGER).await;
-        };
-        tokio::select! {
-            biased;
-            Some((addr, done)) = attempts.next() => {
-                started.retain(|it| *it != addr);
-                match done {
-                    Ok(done) => connected = Some((addr, done)),
-                    Err(error) => errors.push(error),
-                }
-            }
-            () = next_attempt => {}
-        }
-    }
-    // The unfinished attempts come first again.
-    for addr in started.into_iter().rev() {
-        addresses.push_front(addr);
-    }
-    (connected, errors)
-}
-
 async fn dial_proxy(uri: &Uri, connect_timeout: Duration) -> io::Result<TcpStream> {
     let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
     let port = uri
@@ -446,21 +378,7 @@ async fn dial_proxy(uri: &Uri, connect_timeout: Duration) -> io::Result<TcpStrea
         } else {
             1080
         });
-    let mut addresses = interleave_families(resolve(host, port).await?, SocketAddr::is_ipv6);
-    let connect = |address| connect(address, connect_timeout);
-    let (connected, mut errors) = race(&mut addresses, connect).await;
-    let last_error = || {
-        errors
-            .pop()
-            .unwrap_or_else(|| io::ErrorKind::NotFound.into())
-    };
-    connected.map(|(_, tcp)| tcp).ok_or_else(last_error)
-}
-
-async fn connect(address: SocketAddr, connect_timeout: Duration) -> io::Result<TcpStream> {
-    timeout(connect_timeout, TcpStream::connect(address))
-        .await
-        .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+    happy_eyeballs::connect(host, port, connect_timeout).await
 }
 
 #[cfg(test)]
@@ -490,38 +408,6 @@ mod tests {
             let found = proxy.intercept(host, port).is_none();
             assert_eq!(found, direct, "{exempt}: {host} {port}");
         }
-    }
-
-    #[test]
-    fn families_alternate_from_the_first_on() {
-        let all = interleave_families(vec![6, 6, 6, 4], |family| *family == 6);
-        assert_eq!(all, [6, 4, 6, 6]);
-        let all = interleave_families(vec![4, 6, 6], |family| *family == 6);
-        assert_eq!(all, [4, 6, 6]);
-    }
-
-    /// The address `silent` drops the packets of an attempt and never answers.
-    #[tokio::test(start_paused = true)]
-    async fn a_silent_address_delays_the_next_by_250_milliseconds() {
-        let started = Instant::now();
-        let connect = async |place| match place {
-            "silent" => pending().await,
-            "refused" => Err("refused"),
-            _ => Ok(()),
-        };
-        let mut places = VecDeque::from(["silent", "refused", "good", "unused"]);
-        let (connected, errors) = race(&mut places, connect).await;
-        assert_eq!((connected, errors), (Some(("good", ())), vec!["refused"]));
-        assert_eq!(started.elapsed(), STAGGER);
-        assert_eq!(
-            places,
-            ["silent", "unused"],
-            "for when the good one is no gateway"
-        );
-
-        let mut places = VecDeque::from(["refused"]);
-        let (connected, errors) = race(&mut places, connect).await;
-        assert_eq!((connected, errors), (None, vec!["refused"]));
     }
 
     /// Returns the error of a proxy that sends these answers, one after each read.

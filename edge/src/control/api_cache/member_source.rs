@@ -11,7 +11,7 @@ use super::{
 };
 use crate::control::http_server::set_keepalive;
 use causeway_config::host_port;
-use causeway_rt::{resolve, task::TaskGroup};
+use causeway_rt::{happy_eyeballs, task::TaskGroup};
 use causeway_tunnel::control_stream::NodePoolMember;
 use causeway_watch_cache::{ListWatch, SourceResponse};
 use futures_util::{StreamExt, future::BoxFuture};
@@ -123,16 +123,7 @@ impl ListWatch for MemberSource {
 
 async fn connect(at: &str) -> std::io::Result<TcpStream> {
     let (host, port) = host_port(at).map_err(std::io::Error::other)?;
-    let connecting = async {
-        let mut last_error = std::io::Error::from(std::io::ErrorKind::NotFound);
-        for address in resolve(host, port).await? {
-            match TcpStream::connect(address).await {
-                Ok(tcp) => return Ok(tcp),
-                Err(error) => last_error = error,
-            }
-        }
-        Err(last_error)
-    };
+    let connecting = happy_eyeballs::connect(host, port, CONNECT_TIMEOUT);
     let timeout_error = |_| Err(std::io::ErrorKind::TimedOut.into());
     let tcp = timeout(CONNECT_TIMEOUT, connecting)
         .await
