@@ -100,7 +100,7 @@ macro_rules! run {
         $(
             #[tokio::test]
             async fn $test() {
-                need!("mounts", netns::NEED, "curl", "openssl", "kubectl", "nft", "etcd", "sshd");
+                need!("mounts", netns::NEED, "curl", "openssl", "kubectl", "nft", "etcd", "sshd", "nc", "corkscrew");
                 let mut page = Page::open($page).await;
                 scenes::$test(&mut page).await;
                 page.close();

@@ -3,7 +3,7 @@
 use super::{blocks::ROOT, page::Page};
 use crate::world::{
     process::{ExitedProcess, Process},
-    tool::{kubectl, openssh_server},
+    tool::{corkscrew, kubectl, openssh_server},
 };
 use std::{fs, path::Path};
 
@@ -331,6 +331,14 @@ exec {folder}/usr/sbin/sshd -D -e -f ~/sshd_config"
 /// Listener of the page in front of the blocks.
 const LAPTOPS: &str = "listeners: [{ name: laptops, protocol: connect, listen: \"127.0.0.1:10443\", names: [gw.example.com] }]";
 
+/// Gives the gateway a first address that drops packets. Prints the addresses in the order of the system.
+const SILENT_ADDRESS: &str = r"ip address add 2001:db8::1/128 dev lo nodad
+echo '2001:db8::1 gw.example.com' >>/etc/hosts
+nft add table inet silent
+nft 'add chain inet silent input { type filter hook input priority 0; }'
+nft add rule inet silent input ip6 daddr 2001:db8::1 tcp dport 10443 drop
+getent ahosts gw.example.com";
+
 pub(super) async fn laptop(page: &mut Page) {
     let _gateway = gateway(page, &format!("{ADVERTISE}\n{LAPTOPS}")).await;
     let ports = "{ 22: { scheme: tcp }, 80: { target: \"127.0.0.1:9100\" }, 9100: {} }";
@@ -341,6 +349,8 @@ pub(super) async fn laptop(page: &mut Page) {
         "cp /var/lib/causeway/ca.pem .; causeway client certificate --name ann --out . 2>&1",
     )
     .await;
+    let first = page.commands(SILENT_ADDRESS).await;
+    assert!(first.starts_with("2001:db8::1 "), "{first}");
     let said = page.run("causeway login").await.stdout;
     assert!(
         said.contains("as ann; nodes that you may reach: 1"),
@@ -389,17 +399,57 @@ pub(super) async fn laptop(page: &mut Page) {
     assert!(listed.contains("22,80,9100"), "{listed}");
 }
 
+/// The listeners of the page, one example after another.
 pub(super) async fn listeners(page: &mut Page) {
-    page.commands("causeway ca init 2>&1").await;
-    page.write("name: scrape", "/etc/causeway/gateway.yaml")
+    const FILE: &str = "/etc/causeway/gateway.yaml";
+    page.commands("ip address add 10.0.0.5/32 dev lo; causeway ca init 2>&1")
         .await;
+    page.write("name: scrape", FILE).await;
     page.run("client token").await;
     page.run("--check-config").await;
     let _gateway = start_gateway(page).await;
-    let _edge = edge(page, "{ 9100: {} }").await;
+    let _edge = edge(
+        page,
+        "{ 22: { scheme: tcp }, 9100: {}, 10250: { scheme: tcp } }",
+    )
+    .await;
     let _app = app(page).await;
-    page.commands("curl -sSf -H 'Host: edge-1' http://127.0.0.1:10264/")
+    let _sshd = start_sshd(page).await;
+    let session = "echo a session";
+    let ran = page.start_with("ssh -p 2201", session).ended().await.ok();
+    let listings = ran.stdout.matches("<h1>Directory listing").count();
+    assert!(listings == 2 && ran.stdout.contains("a session"), "{ran:?}");
+
+    page.write("name: kubelets", FILE).await;
+    page.commands("causeway reload").await;
+    page.commands(KUBELET).await;
+    let _kubelet = page.start_commands(
+        "exec openssl s_server -quiet -accept 10250 -cert /var/lib/kubelet/pki/kubelet.crt -key kubelet.key",
+    );
+    page.until("openssl s_client -connect 127.0.0.1:10250 </dev/null")
         .await;
+    let ran = page.run("openssl s_client").await.stdout;
+    assert!(ran.replace(' ', "").contains("subject=CN=edge-1"), "{ran}");
+
+    page.write("name: proxy-lan", FILE).await;
+    page.commands("causeway reload").await;
+    let by_nc = page.start_with("-X connect", session).ended().await.ok();
+    assert!(by_nc.stdout.contains("a session"), "{by_nc:?}");
+    let corkscrew = corkscrew().expect("it is needed");
+    page.stand_in(
+        "/usr/local/bin/corkscrew",
+        &format!("exec {} \"$@\"", corkscrew.display()),
+    )
+    .await;
+    let token = "echo \"ann:$(cat /etc/causeway/bearer)\" >.ssh/causeway-token";
+    page.commands(token).await;
+    page.commands("sed -i '/anonymous/d' /etc/causeway/gateway.yaml; causeway reload")
+        .await;
+    let by_corkscrew = page.start_with("corkscrew", session).ended().await.ok();
+    assert!(
+        by_corkscrew.stdout.contains("a session"),
+        "{by_corkscrew:?}"
+    );
 }
 
 pub(super) async fn monitor(page: &mut Page) {
