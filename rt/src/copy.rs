@@ -17,7 +17,7 @@ use std::{
     time::Duration,
 };
 use tokio::{
-    io::{AsyncRead, AsyncWrite},
+    io::{AsyncRead, AsyncWrite, ReadBuf},
     time::{Instant, Sleep, sleep_until},
 };
 use tokio_util::io::poll_read_buf;
@@ -35,6 +35,62 @@ pub struct ByteCounters {
     pub up: AtomicU64,
     /// Bytes from the far end to the socket.
     pub down: AtomicU64,
+}
+
+/// Far end that counts its bytes, for code that copies without [`relay`].
+pub struct MeteredIo<F, C> {
+    inner: F,
+    counters: C,
+}
+
+impl<F, C> MeteredIo<F, C> {
+    /// Wraps a far end: the bytes that are written to it count as up.
+    pub fn new(inner: F, counters: C) -> Self {
+        Self { inner, counters }
+    }
+}
+
+impl<F: ResetOnClose, C> ResetOnClose for MeteredIo<F, C> {
+    fn abort(&self) {
+        self.inner.abort();
+    }
+}
+
+impl<F, C> AsyncRead for MeteredIo<F, C>
+where
+    F: AsyncRead + Unpin,
+    C: Deref<Target = ByteCounters> + Unpin,
+{
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let filled_before = buf.filled().len();
+        ready!(Pin::new(&mut self.inner).poll_read(cx, buf))?;
+        let read = u64::try_from(buf.filled().len() - filled_before).unwrap_or_default();
+        self.counters.down.fetch_add(read, Relaxed);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl<F, C> AsyncWrite for MeteredIo<F, C>
+where
+    F: AsyncWrite + Unpin,
+    C: Deref<Target = ByteCounters> + Unpin,
+{
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let written = ready!(Pin::new(&mut self.inner).poll_write(cx, buf))?;
+        let up = u64::try_from(written).unwrap_or_default();
+        self.counters.up.fetch_add(up, Relaxed);
+        Poll::Ready(Ok(written))
+    }
+
+    crate::forward!(inner: poll_flush, poll_shutdown);
 }
 
 /// Outcome of a relay. `E` is the error of the far end.

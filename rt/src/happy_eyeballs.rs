@@ -14,8 +14,8 @@ use tokio::{
 /// Delay before an attempt at the next address starts in parallel (RFC 8305 section 5, "Connection Attempt Delay").
 const ATTEMPT_DELAY: Duration = Duration::from_millis(250);
 
-/// Resolves a host, and connects to the first of its addresses that answers. Each attempt ends after `attempt_timeout`. Takes as long
-/// as the system's resolver in addition.
+/// Resolves a host, and connects to the first of its addresses that answers. Each attempt ends after `attempt_timeout`. The time
+/// of the system's resolver comes in addition.
 ///
 /// # Errors
 /// The error of the resolver, or of the address that failed last.

@@ -1,17 +1,25 @@
-//! Proxy requests of programs on this machine: SOCKS5 and HTTP CONNECT on one port.
+//! Proxy requests of programs on this machine: SOCKS5 and HTTP on one port.
 //!
 //! The first byte of a connection tells the two protocols apart: 5 is the version of SOCKS5 (RFC 1928), and no method of HTTP
 //! begins with it. [`ProxyRequest::read`] returns the requested host without resolving it. The calling code connects, and then
-//! accepts or refuses the request in the protocol of its client. All other requests are answered here with their reason.
+//! accepts or refuses the request in the protocol of its client. A request for a URL with `http://` is then forwarded by
+//! [`HttpExchange`]. All other requests are answered here with their reason. So are requests with a path alone, which a web page
+//! can make a browser send to any port of its machine.
 
-use crate::{lingering_close, socket::PrefixedStream};
+mod http_exchange;
+
+use crate::{http_fields::is_valid_length, lingering_close, socket::PrefixedStream};
 use bytes::{Buf, BytesMut};
 use fast_socks5::{
     ReplyError, Socks5Command,
     server::{Socks5ServerProtocol, SocksServerError, states::CommandRead},
 };
 use httparse::Status;
-use hyper::{Method, StatusCode, http::uri::Authority};
+use hyper::{
+    Method, StatusCode, Uri,
+    header::{CONTENT_LENGTH, HOST, HeaderName, HeaderValue, TRANSFER_ENCODING},
+    http::uri::Authority,
+};
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, SocketAddr},
@@ -23,6 +31,8 @@ use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     time::timeout,
 };
+
+pub use http_exchange::HttpExchange;
 
 /// Maximum number of bytes of an HTTP request head. A CONNECT of a browser has less than 1 KiB.
 const MAX_HEAD_BYTES: usize = 16 * 1024;
@@ -49,7 +59,16 @@ pub struct ProxyRequest<S> {
 /// Connection of the program, in the protocol of its request.
 enum Client<S> {
     Socks5(Box<Socks5ServerProtocol<PrefixedStream<S>, CommandRead>>),
-    Http(PrefixedStream<S>),
+    Connect(PrefixedStream<S>),
+    Http(HttpExchange<S>),
+}
+
+/// Connection of a program whose request was accepted.
+pub enum AcceptedClient<S> {
+    /// The bytes of the program are for the destination.
+    Bytes(PrefixedStream<S>),
+    /// The program has sent an HTTP request for the destination.
+    Http(HttpExchange<S>),
 }
 
 /// Kind of a failed connection, for the code of the answer.
@@ -134,21 +153,23 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ProxyRequest<S> {
         }
     }
 
-    /// Reports success to the client, and returns its connection.
+    /// Reports success to the client, unless the response of the destination does, and returns its connection.
     ///
     /// # Errors
     /// If the connection broke.
-    pub async fn accept(self) -> Result<PrefixedStream<S>, ProxyRequestError> {
+    pub async fn accept(self) -> Result<AcceptedClient<S>, ProxyRequestError> {
         let answer = async {
-            match self.client {
-                Client::Socks5(socks) => Ok(socks.reply_success(UNKNOWN_ADDRESS).await?),
-                Client::Http(mut io) => {
+            let io = match self.client {
+                Client::Socks5(socks) => socks.reply_success(UNKNOWN_ADDRESS).await?,
+                Client::Connect(mut io) => {
                     io.write_all(b"HTTP/1.1 200 Connection established\r\n\r\n")
                         .await?;
                     io.flush().await?;
-                    Ok(io)
+                    io
                 }
-            }
+                Client::Http(exchange) => return Ok(AcceptedClient::Http(exchange)),
+            };
+            Ok(AcceptedClient::Bytes(io))
         };
         timeout(ANSWER_TIMEOUT, answer)
             .await
@@ -164,7 +185,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ProxyRequest<S> {
                     // The client is gone if this fails.
                     let _ = socks.reply_error(&failure.reply()).await;
                 }
-                Client::Http(io) => respond(io, failure.status(), "", reason).await,
+                Client::Connect(io) | Client::Http(HttpExchange { client: io, .. }) => {
+                    respond(io, failure.status(), reason).await;
+                }
             }
         };
         let _ = timeout(ANSWER_TIMEOUT, answer).await;
@@ -195,13 +218,9 @@ async fn read_http<S: AsyncRead + AsyncWrite + Unpin>(
     mut received: BytesMut,
     mut io: S,
 ) -> Result<ProxyRequest<S>, ProxyRequestError> {
-    loop {
-        match parse_connect(&received) {
-            Ok(Some((head_bytes, host, port))) => {
-                received.advance(head_bytes);
-                let client = Client::Http(PrefixedStream::new(received.freeze(), io));
-                return Ok(ProxyRequest { host, port, client });
-            }
+    let request = loop {
+        match parse_http(&received) {
+            Ok(Some(request)) => break request,
             Ok(None) if received.len() < MAX_HEAD_BYTES => {}
             Ok(None) => return reject(io, HttpRejection::TooLarge).await,
             Err(rejection) => return reject(io, rejection).await,
@@ -209,7 +228,38 @@ async fn read_http<S: AsyncRead + AsyncWrite + Unpin>(
         if io.read_buf(&mut received).await? == 0 {
             return Err(ProxyRequestError::Incomplete);
         }
-    }
+    };
+    let HttpRequest { host, port, kind } = request;
+    let client = match kind {
+        HttpRequestKind::Connect { head_bytes } => {
+            received.advance(head_bytes);
+            Client::Connect(PrefixedStream::new(received.freeze(), io))
+        }
+        HttpRequestKind::Forward { authority } => Client::Http(HttpExchange {
+            client: PrefixedStream::new(received.freeze(), io),
+            authority,
+        }),
+    };
+    Ok(ProxyRequest { host, port, client })
+}
+
+/// Head of an HTTP request that can be served.
+#[derive(Debug)]
+struct HttpRequest {
+    host: String,
+    port: u16,
+    kind: HttpRequestKind,
+}
+
+#[derive(Debug)]
+enum HttpRequestKind {
+    /// CONNECT. The bytes behind the head are for the destination.
+    Connect { head_bytes: usize },
+    /// Request for a URL with `http://`.
+    Forward {
+        /// Host of the URL, with its port if the URL has one.
+        authority: HeaderValue,
+    },
 }
 
 /// Reason why an HTTP request cannot be served.
@@ -217,38 +267,98 @@ async fn read_http<S: AsyncRead + AsyncWrite + Unpin>(
 enum HttpRejection {
     Malformed,
     TooLarge,
-    Method(String),
+    Ambiguous(&'static str),
+    /// The method, of a target that is neither an authority nor a URL with `http://`.
+    Target(String),
+    Https,
     Authority(String),
 }
 
-/// Returns the length of a complete CONNECT request, its host and its port, or `None` if more bytes are needed.
-fn parse_connect(received: &[u8]) -> Result<Option<(usize, String, u16)>, HttpRejection> {
+/// Parses the head of a request, or returns `None` if more bytes are needed.
+fn parse_http(received: &[u8]) -> Result<Option<HttpRequest>, HttpRejection> {
     let mut fields = [httparse::EMPTY_HEADER; MAX_HEADERS];
     let mut request = httparse::Request::new(&mut fields);
     let head_bytes = match request.parse(received) {
-        Ok(Status::Complete(head_bytes)) => head_bytes,
+        Ok(Status::Complete(head_bytes)) if head_bytes <= MAX_HEAD_BYTES => head_bytes,
+        Ok(Status::Complete(_)) | Err(httparse::Error::TooManyHeaders) => {
+            return Err(HttpRejection::TooLarge);
+        }
         Ok(Status::Partial) => return Ok(None),
-        Err(httparse::Error::TooManyHeaders) => return Err(HttpRejection::TooLarge),
         Err(_) => return Err(HttpRejection::Malformed),
     };
     let method = request.method.unwrap_or_default();
-    if method != Method::CONNECT.as_str() {
-        return Err(HttpRejection::Method(method.to_owned()));
+    let target = request.path.unwrap_or_default();
+    let invalid = || HttpRejection::Authority(target.to_owned());
+    if method == Method::CONNECT.as_str() {
+        let (host, port) = parse_authority(target, None).ok_or_else(invalid)?;
+        let kind = HttpRequestKind::Connect { head_bytes };
+        return Ok(Some(HttpRequest { host, port, kind }));
     }
-    let text = request.path.unwrap_or_default();
-    let authority = Authority::from_str(text).ok();
-    let target = authority.and_then(|authority| {
-        let host = authority.host();
-        let bare = host
-            .strip_prefix('[')
-            .and_then(|host| host.strip_suffix(']'));
-        let host = bare.unwrap_or(host);
-        let port = authority.port_u16().filter(|port| *port != 0)?;
-        (is_host(host) && !text.contains('@')).then(|| (host.to_owned(), port))
-    });
-    match target {
-        Some((host, port)) => Ok(Some((head_bytes, host, port))),
-        None => Err(HttpRejection::Authority(text.to_owned())),
+    let has_scheme = |scheme: &str| {
+        let start = target.get(..scheme.len());
+        start.is_some_and(|start| start.eq_ignore_ascii_case(scheme))
+    };
+    if has_scheme("https://") {
+        return Err(HttpRejection::Https);
+    } else if !has_scheme("http://") {
+        return Err(HttpRejection::Target(method.to_owned()));
+    }
+    let url = Uri::from_str(target).ok();
+    let authority = url.as_ref().and_then(Uri::authority);
+    let authority = authority.ok_or_else(invalid)?;
+    let (host, port) = parse_authority(authority.as_str(), Some(80)).ok_or_else(invalid)?;
+    check_unambiguous(&request).map_err(HttpRejection::Ambiguous)?;
+    let authority = HeaderValue::from_str(authority.as_str()).map_err(|_| invalid())?;
+    let kind = HttpRequestKind::Forward { authority };
+    Ok(Some(HttpRequest { host, port, kind }))
+}
+
+/// Parses a host and a port, which may be missing if there is a default. The host is returned without brackets.
+fn parse_authority(text: &str, default_port: Option<u16>) -> Option<(String, u16)> {
+    let authority = Authority::from_str(text).ok()?;
+    let host = authority.host();
+    // The text begins with something else if it has user information.
+    let port = match text.strip_prefix(host)? {
+        "" => default_port?,
+        port => {
+            let digits = port.strip_prefix(':')?;
+            let is_number = digits.bytes().all(|byte| byte.is_ascii_digit());
+            digits.parse().ok().filter(|_| is_number)?
+        }
+    };
+    let bare = host
+        .strip_prefix('[')
+        .and_then(|host| host.strip_suffix(']'));
+    let host = bare.unwrap_or(host);
+    (is_host(host) && port != 0).then(|| (host.to_owned(), port))
+}
+
+/// Refuses a request that two parsers could read differently (RFC 9112 sections 3.2 and 6.3).
+fn check_unambiguous(request: &httparse::Request<'_, '_>) -> Result<(), &'static str> {
+    let values = |name: HeaderName| {
+        let fields = request.headers.iter();
+        let fields = fields.filter(move |field| field.name.eq_ignore_ascii_case(name.as_str()));
+        fields.map(|field| field.value)
+    };
+    let is_http_11 = request.version == Some(1);
+    let hosts = values(HOST).count();
+    if hosts > 1 || (hosts == 0 && is_http_11) {
+        return Err("the request does not have one Host");
+    }
+    let (mut lengths, mut codings) = (values(CONTENT_LENGTH), values(TRANSFER_ENCODING));
+    match (lengths.next(), codings.next()) {
+        (Some(_), Some(_)) => Err("the request has both Content-Length and Transfer-Encoding"),
+        (Some(length), None) if !is_valid_length(length) || lengths.next().is_some() => {
+            Err("the request has an invalid Content-Length")
+        }
+        (None, Some(coding))
+            if !is_http_11
+                || !coding.eq_ignore_ascii_case(b"chunked")
+                || codings.next().is_some() =>
+        {
+            Err("a Transfer-Encoding must be chunked and nothing else")
+        }
+        _ => Ok(()),
     }
 }
 
@@ -257,47 +367,42 @@ async fn reject<S: AsyncRead + AsyncWrite + Unpin, T>(
     io: S,
     rejection: HttpRejection,
 ) -> Result<T, ProxyRequestError> {
-    let (status, field, reason) = match rejection {
+    let (status, reason) = match rejection {
         HttpRejection::Malformed => (
             StatusCode::BAD_REQUEST,
-            "",
-            "this port is a proxy for HTTP CONNECT and SOCKS5, and the request is neither".into(),
+            "this port is a proxy for HTTP and SOCKS5, and the request is neither".into(),
         ),
         HttpRejection::TooLarge => (
             StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
-            "",
             format!(
                 "the request head has more than {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} fields"
             ),
         ),
-        HttpRejection::Method(method) => (
-            StatusCode::METHOD_NOT_ALLOWED,
-            "Allow: CONNECT\r\n",
+        HttpRejection::Ambiguous(reason) => (StatusCode::BAD_REQUEST, reason.into()),
+        HttpRejection::Target(method) => (
+            StatusCode::BAD_REQUEST,
             format!(
-                "this port is a proxy for HTTP CONNECT and SOCKS5; it does not serve {method} (for URLs with http:// \
-                 use SOCKS5, or curl --proxytunnel)"
+                "this port is a proxy for HTTP and SOCKS5, and no server: the target of {method} must begin with http://"
             ),
+        ),
+        HttpRejection::Https => (
+            StatusCode::BAD_REQUEST,
+            "a proxy serves URLs with https:// by CONNECT only".into(),
         ),
         HttpRejection::Authority(text) => (
             StatusCode::BAD_REQUEST,
-            "",
-            format!("{text:?} is not a valid HOST:PORT"),
+            format!("{text:?} has no valid HOST:PORT"),
         ),
     };
-    respond(io, status, field, &reason).await;
+    respond(io, status, &reason).await;
     Err(ProxyRequestError::Rejected(reason))
 }
 
 /// Sends an error response, and closes the connection once the client has read it.
-async fn respond<S: AsyncRead + AsyncWrite + Unpin>(
-    mut io: S,
-    status: StatusCode,
-    field: &str,
-    reason: &str,
-) {
+async fn respond<S: AsyncRead + AsyncWrite + Unpin>(mut io: S, status: StatusCode, reason: &str) {
     let body = format!("{reason}\n");
     let response = format!(
-        "HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {}\r\n{field}Connection: close\r\n\r\n{body}",
+        "HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
         body.len()
     );
     if io.write_all(response.as_bytes()).await.is_ok() {
@@ -305,7 +410,7 @@ async fn respond<S: AsyncRead + AsyncWrite + Unpin>(
     }
 }
 
-/// Whether a text can be the host of a CONNECT request: an address, or a name without characters that have a meaning there.
+/// Whether a text can be the host of a request: an address, or a name without characters that have a meaning there.
 fn is_host(text: &str) -> bool {
     let is_name = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
     let is_name = (1..=MAX_HOST_BYTES).contains(&text.len()) && text.bytes().all(is_name);

@@ -30,10 +30,18 @@ where
     S: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
 {
     let relaying = relay_connection(local, session, Arc::<ByteCounters>::default(), false);
-    relaying.map(|outcome| match outcome {
+    relaying.map(into_result)
+}
+
+/// Returns the error of an outcome of either side.
+///
+/// # Errors
+/// If either side broke.
+pub(crate) fn into_result(outcome: CopyOutcome<io::Error>) -> io::Result<()> {
+    match outcome {
         CopyOutcome::Clean => Ok(()),
         CopyOutcome::Socket(error) | CopyOutcome::Stream(error) => Err(error),
-    })
+    }
 }
 
 /// Copies between standard input and output and a session. Standard output is closed as soon as the session has no more bytes.

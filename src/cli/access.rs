@@ -27,7 +27,7 @@ pub(crate) enum AccessCommand {
     SshConfig(SshConfig),
     /// Forward local ports to ports of a node
     Forward(Forward),
-    /// Run a proxy on loopback for programs that use HTTP CONNECT or SOCKS5
+    /// Run a proxy on loopback for programs that can use an HTTP or SOCKS5 proxy
     #[command(name = "proxy")]
     LocalProxy(LocalProxy),
 }

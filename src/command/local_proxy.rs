@@ -1,4 +1,4 @@
-//! `causeway proxy`: a proxy on loopback for programs that speak HTTP CONNECT or SOCKS5, such as browsers, curl and kubectl.
+//! `causeway proxy`: a proxy on loopback for programs that can use an HTTP or SOCKS5 proxy, such as browsers, curl and kubectl.
 //!
 //! Names are not resolved here: the gateway routes by them. So a program must leave the resolution to the proxy (`socks5h`).
 
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::bail;
-use causeway_rt::local_proxy::{ConnectFailure, ProxyRequest, ProxyRequestError};
+use causeway_rt::local_proxy::{AcceptedClient, ConnectFailure, ProxyRequest, ProxyRequestError};
 use hyper::StatusCode;
 use tokio::net::TcpStream;
 
@@ -15,7 +15,7 @@ use super::forward::{listen, serve, until_signal};
 use super::nodes::open_client;
 use crate::access::events::Events;
 use crate::access::gateway_client::{GatewayClient, RequestError};
-use crate::access::relay::relay_socket;
+use crate::access::relay::{into_result, relay_socket};
 use crate::cli::LocalProxy;
 use crate::signal::Signals;
 
@@ -44,7 +44,7 @@ pub(crate) async fn run(args: LocalProxy) -> anyhow::Result<()> {
         client,
         events: Events::new(args.json),
     });
-    let text = format!("Proxy for HTTP CONNECT and SOCKS5 on {local}");
+    let text = format!("Proxy for HTTP and SOCKS5 on {local}");
     proxy
         .events
         .listening(local, proxy.client.gateway(), &text)?;
@@ -75,8 +75,11 @@ impl Proxy {
         };
         self.events.connection(peer, &target);
         let relayed = async {
-            let local = request.accept().await?;
-            Ok::<_, ProxyRequestError>(relay_socket(local, session).await?)
+            let ended = match request.accept().await? {
+                AcceptedClient::Bytes(local) => relay_socket(local, session).await,
+                AcceptedClient::Http(exchange) => into_result(exchange.forward(session).await),
+            };
+            Ok::<_, ProxyRequestError>(ended?)
         };
         if let Err(error) = relayed.await {
             self.events.broken(&target, &error);

@@ -389,6 +389,78 @@ async fn curl_uses_the_proxy_by_the_commands_of_the_page() {
     assert_eq!(by_connect.text(), " 403", "{by_connect:?}");
 }
 
+/// `curl --proxy http://…` for a URL with `http://` sends no CONNECT.
+#[tokio::test]
+async fn the_proxy_forwards_plain_requests_that_a_rule_allows() {
+    need!("curl");
+    let name = "collector.example.com";
+    let app = App::http(|head| match head.path().as_str() {
+        "/cut" => answer::close_in_mid_body(),
+        "/mirror" => answer::mirror(),
+        _ => answer::ok("metrics"),
+    })
+    .await;
+    let other = App::saying("secret").await;
+    let closed = App::refusing();
+    let world = world(json!({
+        "destinations": { name: app.address().to_string(), "closed": closed.address().to_string() },
+        "rules": [{ "to": { "destinations": [name, "closed"] } }],
+    }))
+    .await;
+    let edge = join(&world, "edge-1", &[]).await;
+    let proxy = listeners(&edge)[0].1;
+    let command = printed("curl --proxy http://", proxy);
+    let words: Vec<_> = command.split(' ').skip(1).collect();
+    let (url, arguments) = words.split_last().unwrap();
+    assert_eq!(*url, "http://collector.example.com/");
+    let curl = |url: &str| {
+        let curl = Tool::curl().args(arguments).args(["-w", " %{http_code}"]);
+        curl.args([url])
+    };
+    assert_eq!(curl(url).run().await.ok().text(), "metrics 200");
+    let upload = curl(&format!("{url}mirror")).args(["-d", "a sample"]);
+    assert_eq!(upload.run().await.ok().text(), "a sample 200");
+    let cut = curl(&format!("{url}cut")).run().await;
+    // curl's codes of a transfer that broke off: by its end, or by a reset.
+    assert!(matches!(cut.status.code(), Some(18 | 56)), "{cut:?}");
+
+    for (url, status, reason) in [
+        (format!("http://{}/", other.address()), "403", "no rule"),
+        ("http://closed/".to_owned(), "502", "could not dial"),
+    ] {
+        let refused = curl(&url).run().await.ok().text();
+        let is_refused = refused.ends_with(status) && refused.contains(reason);
+        assert!(is_refused, "{url}: {refused}");
+    }
+    assert_eq!(other.connections(), 0);
+    // The URL decides, and not `Host`.
+    let mut wire = connect(&edge, None).await;
+    let host = other.address();
+    let head = format!("GET {url}last HTTP/1.1\r\nHost: {host}\r\n\r\n");
+    wire.write_all(head.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    wire.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+    until_outcomes(
+        &edge,
+        &[("done", 3), ("reset", 1), ("denied", 1), ("failed", 1)],
+    )
+    .await;
+}
+
+/// Waits until the edge has counted these ends of connections.
+async fn until_outcomes(edge: &Edge, counts: &[(&str, usize)]) {
+    let metrics = format!("http://{}/metrics", edge.admin());
+    until("all connections have ended", async || {
+        let text = Tool::curl().args([&metrics]).run().await.ok().text();
+        counts.iter().all(|(outcome, count)| {
+            let line = format!("egress_connections_total{{outcome=\"{outcome}\"}} {count}\n");
+            text.contains(&line)
+        })
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn a_failed_dial_reports_its_reason_to_the_program() {
     let closed = App::refusing();

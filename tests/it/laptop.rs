@@ -2,7 +2,7 @@
 
 use crate::world::{
     World,
-    app::App,
+    app::{App, End, answer},
     edge::Edge,
     gateway::{Build, listener},
     process::{GatewayProcess, binary},
@@ -610,7 +610,7 @@ async fn forward_prints_a_line_for_each_event_on_a_terminal() {
 }
 
 #[tokio::test]
-async fn proxy_serves_curl_by_connect_and_by_socks5() {
+async fn proxy_serves_curl_by_http_connect_and_socks5() {
     need!("curl");
     let app = App::saying("hello").await;
     let laptop = Laptop::to(app.address()).await;
@@ -618,7 +618,11 @@ async fn proxy_serves_curl_by_connect_and_by_socks5() {
     let local = opened(&mut proxy).await;
     let (http, socks) = (format!("http://{local}"), format!("socks5h://{local}"));
     let url = "http://edge-1:9100/";
-    for arguments in [vec!["-p", "-x", &http], vec!["-x", &socks]] {
+    for arguments in [
+        vec!["-p", "-x", &http],
+        vec!["-x", &http],
+        vec!["-x", &socks],
+    ] {
         let curl = Tool::curl().args(&arguments).args([url]);
         assert_eq!(curl.run().await.ok().text(), "hello");
         assert_eq!(proxy.json().await["target"], "edge-1:9100");
@@ -632,14 +636,90 @@ async fn proxy_serves_curl_by_connect_and_by_socks5() {
         .await;
     // curl's code of an error of the proxy's protocol.
     assert_eq!(refused.status.code(), Some(97), "{refused:?}");
-    let plain = Tool::curl().args(["-x", &http, url, "-w", "%{http_code}"]);
-    let plain = plain.run().await.ok().text();
-    assert!(
-        plain.contains("--proxytunnel") && plain.ends_with("405"),
-        "{plain}"
-    );
+    for (url, status, reason) in [
+        ("http://edge-1:23/", "403", "port 23"),
+        ("http://edge-9/", "502", "edge-9"),
+    ] {
+        let plain = Tool::curl().args(["-x", &http, url, "-w", "%{http_code}"]);
+        let plain = plain.run().await.ok().text();
+        let is_refused = plain.ends_with(status) && plain.contains(reason);
+        assert!(is_refused, "{url}: {plain}");
+    }
     let open = laptop.causeway("proxy --listen 0.0.0.0:0").run().await;
     assert!(open.stderr.contains("not a loopback address"), "{open:?}");
+}
+
+/// Requests for URLs with `http://`, which the command forwards itself.
+#[tokio::test]
+async fn proxy_forwards_plain_requests_and_their_failures() {
+    need!("curl");
+    let app = App::http(|head| match head.path().as_str() {
+        "/mirror" => answer::mirror(),
+        "/cut" => answer::close_in_mid_body(),
+        "/close" => answer::close(),
+        "/endless" => answer::endless(),
+        _ => answer::ok("hello"),
+    })
+    .await;
+    let laptop = Laptop::to(app.address()).await;
+    let mut proxy = laptop.causeway("proxy --listen 127.0.0.1:0 --json").start();
+    let local = opened(&mut proxy).await;
+    let http = format!("http://{local}");
+    let curl = |path: &str, arguments: &[&str]| {
+        let url = format!("http://edge-1:9100{path}");
+        let curl = Tool::curl().args(["-x", &http, &url, "-w", "%{http_code}"]);
+        curl.args(arguments)
+    };
+
+    let body = "y".repeat(3_000_000);
+    // With `Content-Length`, and chunked.
+    for arguments in [["--data-binary", "@-"], ["-T", "-"]] {
+        let upload = curl("/mirror", &arguments).input(body.clone());
+        let mirrored = upload.run().await.ok().text();
+        let length = mirrored.len();
+        assert!(mirrored == format!("{body}200"), "{length} bytes");
+    }
+    let cut = curl("/cut", &[]).run().await;
+    // curl's codes of a transfer that broke off: by its end, or by a reset.
+    assert!(matches!(cut.status.code(), Some(18 | 56)), "{cut:?}");
+    let closed = curl("/close", &[]).run().await.ok().text();
+    let is_502 = closed.contains("closed the connection") && closed.ends_with("502");
+    assert!(is_502, "{closed}");
+    let endless = curl("/endless", &["-m", "1"]).run().await;
+    assert_eq!(endless.status.code(), Some(28), "{endless:?}");
+    assert_eq!(app.end().await, End::Reset, "the app learns that curl left");
+}
+
+/// Also a request whose `Host` is another one, which counts for nothing.
+#[tokio::test]
+async fn proxy_refuses_ambiguous_requests() {
+    let app = App::saying("hello").await;
+    let laptop = Laptop::to(app.address()).await;
+    let mut proxy = laptop.causeway("proxy --listen 127.0.0.1:0 --json").start();
+    let local = opened(&mut proxy).await;
+    let sent = async |head: &str| {
+        let mut wire = TcpStream::connect(local).await.unwrap();
+        wire.write_all(head.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        wire.read_to_string(&mut answer).await.unwrap();
+        answer
+    };
+    let target = "GET http://edge-1:9100/last HTTP/1.1\r\n";
+    for refused in [
+        format!("{target}Host: edge-1:9100\r\nHost: edge-1:9100\r\n\r\n"),
+        format!(
+            "{target}Host: edge-1:9100\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        ),
+        "GET /last HTTP/1.1\r\nHost: edge-1:9100\r\n\r\n".to_owned(),
+    ] {
+        let answer = sent(&refused).await;
+        assert!(answer.starts_with("HTTP/1.1 400 "), "{answer}");
+    }
+    let answer = sent(&format!("{target}Host: edge-2\r\nX-Last: yes\r\n\r\n")).await;
+    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+    let last = app.head().await;
+    assert_eq!(last.value("x-last").as_deref(), Some("yes"), "the only one");
+    assert_eq!(last.values("host"), ["edge-1:9100"]);
 }
 
 #[tokio::test]

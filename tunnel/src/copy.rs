@@ -5,7 +5,7 @@ use crate::{
     stream::{StreamReceiver, StreamSender},
 };
 use bytes::Bytes;
-pub use causeway_rt::copy::{ByteCounters, relay_connection};
+pub use causeway_rt::copy::{ByteCounters, MeteredIo, relay_connection};
 use causeway_rt::{
     copy::{self, FarEnd},
     socket::ResetOnClose,

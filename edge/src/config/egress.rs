@@ -32,11 +32,11 @@ pub struct EgressListener {
     pub to: String,
 }
 
-/// Proxy for HTTP CONNECT and SOCKS5.
+/// Proxy for HTTP and SOCKS5.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct EgressProxy {
-    /// Address at which programs connect, for HTTP CONNECT and SOCKS5 alike. The proxy has no passwords, so the address is never a wildcard. The gateway resolves names (`socks5h`).
+    /// Address at which programs connect, for HTTP (CONNECT, and requests for `http://…`) and SOCKS5 alike. The proxy has no passwords, so the address is never a wildcard. The gateway resolves names (`socks5h`).
     #[serde(with = "SocketAddrStr")]
     pub listen: SocketAddr,
 }

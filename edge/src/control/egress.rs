@@ -17,18 +17,20 @@ use crate::{
 };
 use causeway_rt::{
     listener::{BoundSocket, SocketListener},
-    local_proxy::ProxyRequest,
+    local_proxy::{AcceptedClient, ProxyRequest},
     log_throttle::{FailureThrottle, LogThrottle},
     socket::{ResetOnClose, Socket},
     task::TaskGroup,
 };
 use causeway_tunnel::{
     Target,
-    copy::{self, CopyOutcome},
+    copy::{self, CopyOutcome, MeteredIo},
+    stream_io::StreamIo,
 };
 use gateway_link::{EgressError, GatewayLink};
 use std::{
-    future::pending, io, net::SocketAddr, os::fd::AsFd, pin::pin, sync::Arc, time::Duration,
+    fmt::Display, future::pending, io, net::SocketAddr, os::fd::AsFd, pin::pin, sync::Arc,
+    time::Duration,
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite, Interest},
@@ -193,7 +195,12 @@ impl EgressContext {
         };
         match opened {
             Ok(halves) => match request.accept().await {
-                Ok(io) => relay(io, halves, guard).await,
+                Ok(AcceptedClient::Bytes(io)) => relay(io, halves, guard).await,
+                Ok(AcceptedClient::Http(exchange)) => {
+                    let (send, receive) = halves;
+                    let stream = MeteredIo::new(StreamIo::new(send, receive), guard.bytes());
+                    finish(guard, exchange.forward(stream).await);
+                }
                 Err(error) => {
                     guard.finish(EgressOutcome::Aborted);
                     debug!(%error, "a program closed its connection to the proxy");
@@ -248,16 +255,19 @@ where
     S: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
 {
     let counters = guard.bytes();
-    guard.finish(
-        match copy::relay(socket, send, receive, counters, false).await {
-            CopyOutcome::Clean => EgressOutcome::Done,
-            CopyOutcome::Socket(_) => EgressOutcome::Aborted,
-            CopyOutcome::Stream(error) => {
-                debug!(%error, "the gateway or the destination aborted a connection");
-                EgressOutcome::Reset
-            }
-        },
-    );
+    let outcome = copy::relay(socket, send, receive, counters, false).await;
+    finish(guard, outcome);
+}
+
+fn finish<E: Display>(guard: EgressGuard, outcome: CopyOutcome<E>) {
+    guard.finish(match outcome {
+        CopyOutcome::Clean => EgressOutcome::Done,
+        CopyOutcome::Socket(_) => EgressOutcome::Aborted,
+        CopyOutcome::Stream(error) => {
+            debug!(%error, "the gateway or the destination aborted a connection");
+            EgressOutcome::Reset
+        }
+    });
 }
 
 /// Bound TCP listener.

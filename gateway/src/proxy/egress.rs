@@ -38,13 +38,13 @@ use causeway_rt::{
 };
 use causeway_tunnel::{
     StreamKind, StreamReceiver, StreamSender, Target,
-    copy::{self, ByteCounters, CopyOutcome},
+    copy::{self, ByteCounters, CopyOutcome, MeteredIo},
     edge_side::StreamRequest,
     informational::ExchangeId,
     stream_io::StreamIo,
 };
 use http::{Method, Response, StatusCode};
-use limited_io::{CountedIo, LimitedIo};
+use limited_io::LimitedIo;
 use rules::{EgressTarget, Subject};
 use std::{
     collections::BTreeSet,
@@ -403,7 +403,7 @@ impl EgressConnection {
         F: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
     {
         let rules = self.proxy.shared.egress.clone();
-        let counted = CountedIo::new(far_end, &record.bytes);
+        let counted = MeteredIo::new(far_end, &record.bytes);
         let limited = LimitedIo::new(counted, self.usage.clone(), rules);
         // The record counts bytes as the node sees them: up is to the destination.
         let uncounted = ByteCounters::default();

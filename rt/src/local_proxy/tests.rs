@@ -40,6 +40,14 @@ async fn rejected(bytes: &[u8]) -> (String, Vec<u8>) {
     (error.to_string(), answer)
 }
 
+/// Accepts a request for a connection of bytes.
+async fn accepted(request: ProxyRequest<DuplexStream>) -> PrefixedStream<DuplexStream> {
+    match request.accept().await {
+        Ok(AcceptedClient::Bytes(stream)) => stream,
+        _ => panic!("not accepted"),
+    }
+}
+
 async fn answer(mut client: DuplexStream) -> Vec<u8> {
     let mut answer = Vec::new();
     client.read_to_end(&mut answer).await.unwrap();
@@ -52,7 +60,7 @@ async fn connect_of_curl_is_accepted_and_early_bytes_are_kept() {
     let (request, mut client) = read(format!("{head}SSH-2.0").as_bytes()).await;
     let request = request.ok().unwrap();
     assert_eq!((request.host.as_str(), request.port), ("edge-1", 22));
-    let mut stream = request.accept().await.unwrap();
+    let mut stream = accepted(request).await;
     client.write_all(b"-x").await.unwrap();
     client.shutdown().await.unwrap();
     let mut received = String::new();
@@ -69,7 +77,7 @@ async fn socks5_names_of_255_bytes_are_passed_on_unresolved() {
         let (request, client) = read(&socks5(host, 9100)).await;
         let request = request.ok().unwrap();
         assert_eq!((request.host.as_str(), request.port), (host, 9100));
-        drop(request.accept().await.unwrap());
+        drop(accepted(request).await);
         let expected = [5, 0, 5, 0, 0, 1, 0, 0, 0, 0, 0, 0];
         assert_eq!(answer(client).await, expected);
     }
@@ -79,7 +87,7 @@ async fn socks5_names_of_255_bytes_are_passed_on_unresolved() {
 async fn bytes_behind_a_socks5_request_are_kept() {
     let sent = [socks5("edge-1", 22), b"early".to_vec()].concat();
     let (request, mut client) = read(&sent).await;
-    let mut stream = request.ok().unwrap().accept().await.unwrap();
+    let mut stream = accepted(request.ok().unwrap()).await;
     client.shutdown().await.unwrap();
     let mut received = String::new();
     stream.read_to_string(&mut received).await.unwrap();
@@ -105,15 +113,15 @@ async fn each_failure_has_its_code_and_http_the_reason() {
         (ConnectFailure::TimedOut, "504", 6),
         (ConnectFailure::Other, "502", 1),
     ] {
-        let (request, client) = read(b"CONNECT edge-1:22 HTTP/1.1\r\n\r\n").await;
-        request
-            .ok()
-            .unwrap()
-            .refuse(failure, "edge-1 is away")
-            .await;
-        let text = String::from_utf8(answer(client).await).unwrap();
-        assert!(text.starts_with(&format!("HTTP/1.1 {status} ")), "{text}");
-        assert!(text.ends_with("\r\n\r\nedge-1 is away\n"), "{text}");
+        for head in ["CONNECT edge-1:22", "GET http://edge-1/"] {
+            let head = format!("{head} HTTP/1.1\r\nHost: edge-1\r\n\r\n");
+            let (request, client) = read(head.as_bytes()).await;
+            let request = request.ok().unwrap();
+            request.refuse(failure, "edge-1 is away").await;
+            let text = String::from_utf8(answer(client).await).unwrap();
+            assert!(text.starts_with(&format!("HTTP/1.1 {status} ")), "{text}");
+            assert!(text.ends_with("\r\n\r\nedge-1 is away\n"), "{text}");
+        }
 
         let (request, client) = read(&socks5("edge-1", 22)).await;
         request.ok().unwrap().refuse(failure, "").await;
@@ -122,52 +130,103 @@ async fn each_failure_has_its_code_and_http_the_reason() {
 }
 
 #[tokio::test]
-async fn requests_that_are_no_connect_get_their_reason() {
+async fn a_request_for_a_url_names_its_host_and_port() {
+    for (url, host, port) in [
+        ("http://edge-1/", "edge-1", 80),
+        ("HTTP://edge-1:3000?x=1", "edge-1", 3000),
+        ("http://[2001:db8::1]:8080/", "2001:db8::1", 8080),
+    ] {
+        for version in ["1.0", "1.1"] {
+            let head = format!("GET {url} HTTP/{version}\r\nHost: other\r\n\r\n");
+            let (request, _client) = read(head.as_bytes()).await;
+            let request = request.ok().unwrap();
+            assert_eq!((request.host.as_str(), request.port), (host, port));
+            assert!(matches!(
+                request.accept().await,
+                Ok(AcceptedClient::Http(_))
+            ));
+        }
+    }
+}
+
+/// Checks that each of these requests is refused with 400, and this part of the reason.
+async fn assert_refused(requests: &[(String, &str)]) {
+    for (head, reason) in requests {
+        let (error, answer) = rejected(head.as_bytes()).await;
+        let text = String::from_utf8(answer).unwrap();
+        assert!(text.starts_with("HTTP/1.1 400 "), "{head}: {text}");
+        assert!(
+            text.contains(reason) && error.contains(reason),
+            "{head}: {text}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn targets_that_cannot_be_served_get_their_reason() {
+    let get = |target: &str| format!("GET {target} HTTP/1.1\r\nHost: edge-1\r\n\r\n");
+    let connect = |target: &str| format!("CONNECT {target} HTTP/1.1\r\n\r\n");
+    assert_refused(&[
+        (get("/"), "target of GET must begin with http://"),
+        (get("edge-1:80"), "must begin with http://"),
+        (get("*"), "must begin with http://"),
+        (get("ftp://edge-1/"), "must begin with http://"),
+        (get("https://edge-1/"), "by CONNECT only"),
+        (get("http://"), "no valid HOST:PORT"),
+        (get("http://me@edge-1/"), "no valid HOST:PORT"),
+        (get("http://edge-1:0/"), "no valid HOST:PORT"),
+        (get("http://edge-1:65536/"), "no valid HOST:PORT"),
+        (get("http://edge-1:+80/"), "no valid HOST:PORT"),
+        (get("http://ed%67e-1/"), "no valid HOST:PORT"),
+        (connect("edge-1"), "\"edge-1\" has no valid HOST:PORT"),
+        (connect("edge-1:0"), "no valid HOST:PORT"),
+        (connect("me@edge-1:1"), "no valid HOST:PORT"),
+        ("\u{16}\u{3}\u{1}\r\n\r\n".to_owned(), "neither"),
+    ])
+    .await;
+}
+
+#[tokio::test]
+async fn requests_that_two_parsers_could_read_differently_are_refused() {
+    let post = |fields: &str| format!("POST http://edge-1/ HTTP/1.1\r\n{fields}\r\n\r\n");
+    let body = |fields: &str| post(&format!("Host: edge-1\r\n{fields}"));
+    let old = "POST http://edge-1/ HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n";
+    let (length, chunked) = ("Content-Length: 1", "Transfer-Encoding: chunked");
+    assert_refused(&[
+        (post("X: y"), "one Host"),
+        (post("Host: a\r\nhost: a"), "one Host"),
+        (
+            body(&format!("{length}\r\n{chunked}")),
+            "both Content-Length",
+        ),
+        (
+            body(&format!("{length}\r\n{length}")),
+            "invalid Content-Length",
+        ),
+        (body("Content-Length: 1, 1"), "invalid Content-Length"),
+        (body("Content-Length: +1"), "invalid Content-Length"),
+        (body(&format!("{chunked}\r\n{chunked}")), "nothing else"),
+        (body("Transfer-Encoding: gzip, chunked"), "nothing else"),
+        (body("Transfer-Encoding: xchunked"), "nothing else"),
+        (old.to_owned(), "nothing else"),
+        (body("X : y"), "neither"),
+        (body("X: y\r\n z"), "neither"),
+    ])
+    .await;
+}
+
+#[tokio::test]
+async fn heads_that_are_too_large_are_refused() {
     let many = "X: y\r\n".repeat(MAX_HEADERS + 1);
     let long = format!("X: {}\r\n", "y".repeat(MAX_HEAD_BYTES));
-    let cases = [
-        (
-            "GET / HTTP/1.1\r\n\r\n".to_owned(),
-            "405",
-            "does not serve GET",
-        ),
-        (
-            "GET http://edge-1/ HTTP/1.1\r\n\r\n".to_owned(),
-            "405",
-            "--proxytunnel",
-        ),
-        (
-            "CONNECT edge-1 HTTP/1.1\r\n\r\n".to_owned(),
-            "400",
-            "\"edge-1\" is not",
-        ),
-        (
-            "CONNECT edge-1:0 HTTP/1.1\r\n\r\n".to_owned(),
-            "400",
-            "is not a valid",
-        ),
-        (
-            "CONNECT me@edge-1:1 HTTP/1.1\r\n\r\n".to_owned(),
-            "400",
-            "is not a valid",
-        ),
-        ("\u{16}\u{3}\u{1}\r\n\r\n".to_owned(), "400", "neither"),
-        (
-            format!("CONNECT edge-1:1 HTTP/1.1\r\n{many}\r\n"),
-            "431",
-            "fields",
-        ),
-        (
-            format!("CONNECT edge-1:1 HTTP/1.1\r\n{long}\r\n"),
-            "431",
-            "bytes",
-        ),
-    ];
-    for (request, status, reason) in cases {
-        let (error, answer) = rejected(request.as_bytes()).await;
-        let text = String::from_utf8(answer).unwrap();
-        assert!(text.starts_with(&format!("HTTP/1.1 {status} ")), "{text}");
-        assert!(text.contains(reason) && error.contains(reason), "{text}");
+    for line in ["CONNECT edge-1:1", "GET http://edge-1/"] {
+        for (fields, reason) in [(&many, "fields"), (&long, "bytes")] {
+            let head = format!("{line} HTTP/1.1\r\n{fields}\r\n");
+            let (error, answer) = rejected(head.as_bytes()).await;
+            let text = String::from_utf8(answer).unwrap();
+            assert!(text.starts_with("HTTP/1.1 431 "), "{text}");
+            assert!(text.contains(reason) && error.contains(reason), "{text}");
+        }
     }
 }
 

@@ -91,7 +91,7 @@ const EDGE: &[Listener] = &[
     },
     Listener {
         key: "egress.proxy.listen",
-        protocol: "TCP: SOCKS5 and HTTP CONNECT",
+        protocol: "TCP: SOCKS5 and HTTP",
         clients: "programs on the node; pods, if the address is that of a bridge",
         firewall: "nothing to open: loopback, or an address on the node",
         purpose: "connections to [the cloud or to other nodes](../howto/edge-to-cloud.md)",

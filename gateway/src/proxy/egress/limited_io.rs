@@ -1,12 +1,11 @@
-//! Connection that keeps to the limit of bytes per second of its node, and connection that counts its bytes.
+//! Connection that keeps to the limit of bytes per second of its node.
 
 use crate::state::{EgressRules, egress::NodeEgress};
 use causeway_rt::socket::ResetOnClose;
-use causeway_tunnel::copy::ByteCounters;
 use std::{
     io,
     pin::Pin,
-    sync::{Arc, atomic::Ordering::Relaxed},
+    sync::Arc,
     task::{Context, Poll, ready},
 };
 use tokio::{
@@ -106,53 +105,6 @@ impl<F: AsyncRead + AsyncWrite + Unpin> AsyncWrite for LimitedIo<F> {
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(self.inner.get_mut()).poll_shutdown(cx)
     }
-}
-
-/// Connection to a destination that counts its bytes, as the node sees them: "up" is to the destination.
-pub(super) struct CountedIo<'a, F> {
-    inner: F,
-    bytes: &'a ByteCounters,
-}
-
-impl<'a, F> CountedIo<'a, F> {
-    pub(super) fn new(inner: F, bytes: &'a ByteCounters) -> Self {
-        Self { inner, bytes }
-    }
-}
-
-impl<F: ResetOnClose> ResetOnClose for CountedIo<'_, F> {
-    fn abort(&self) {
-        self.inner.abort();
-    }
-}
-
-impl<F: AsyncRead + Unpin> AsyncRead for CountedIo<'_, F> {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let filled_before = buf.filled().len();
-        ready!(Pin::new(&mut self.inner).poll_read(cx, buf))?;
-        let read = u64::try_from(buf.filled().len() - filled_before).unwrap_or_default();
-        self.bytes.down.fetch_add(read, Relaxed);
-        Poll::Ready(Ok(()))
-    }
-}
-
-impl<F: AsyncWrite + Unpin> AsyncWrite for CountedIo<'_, F> {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        let written = ready!(Pin::new(&mut self.inner).poll_write(cx, buf))?;
-        let up = u64::try_from(written).unwrap_or_default();
-        self.bytes.up.fetch_add(up, Relaxed);
-        Poll::Ready(Ok(written))
-    }
-
-    causeway_rt::forward!(inner: poll_flush, poll_shutdown);
 }
 
 #[cfg(test)]

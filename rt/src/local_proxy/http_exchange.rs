@@ -1,0 +1,231 @@
+//! One HTTP request of a program, which is forwarded to the host of its URL (RFC 9112 section 3.2.2), and its response.
+//!
+//! hyper parses and writes both messages, so neither side sees the framing of the other one. Fields of one connection are
+//! removed. Both connections close behind the response: a later request could be for another host. A message that breaks in the
+//! middle is a reset for its receiver, also if the receiver could take it for complete.
+
+use super::{ANSWER_TIMEOUT, respond};
+use crate::{
+    copy::CopyOutcome,
+    http_fields::{normalize_response_framing, set_host, strip_hop_by_hop},
+    lingering_close,
+    socket::{PrefixedStream, ResetOnClose, ResetUnlessComplete},
+};
+use hyper::{
+    Request, Response, StatusCode, Uri, Version,
+    body::Incoming,
+    client::conn::http1 as client_http1,
+    header::{CONNECTION, HeaderMap, HeaderValue, PROXY_AUTHORIZATION, VIA},
+    http::uri::PathAndQuery,
+    server::conn::http1 as server_http1,
+    service::service_fn,
+};
+use hyper_util::rt::TokioIo;
+use std::{error::Error as _, io, pin::pin, time::Duration};
+use thiserror::Error;
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    sync::Mutex,
+    time::timeout,
+};
+
+/// Maximum time for the end of a connection to a destination, once the program has the response.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Request of a program for a URL with `http://`, whose destination is connected.
+pub struct HttpExchange<S> {
+    /// Connection of the program, with the request in front.
+    pub(super) client: PrefixedStream<S>,
+    /// Host of the URL, with its port if the URL has one.
+    pub(super) authority: HeaderValue,
+}
+
+/// Reason why there is no response, although the destination was reached.
+#[derive(Debug, Error)]
+enum ExchangeError {
+    #[error("the body of the request is invalid or incomplete: {0}")]
+    RequestBody(hyper::Error),
+    #[error("the destination closed the connection, or sent no valid response: {0}")]
+    Upstream(hyper::Error),
+    #[error("the destination {0}")]
+    Response(&'static str),
+}
+
+/// End of an exchange, for the two connections.
+enum ExchangeEnd {
+    /// The program has the whole response.
+    Complete {
+        /// Whether the destination has the whole request.
+        has_request: bool,
+    },
+    /// There is no response. The program gets the reason.
+    NoResponse {
+        is_fault_of_client: bool,
+        reason: String,
+    },
+    /// The program aborted.
+    Client(hyper::Error),
+    /// The response broke off.
+    Upstream(hyper::Error),
+}
+
+impl<S: AsyncRead + AsyncWrite + ResetOnClose + Unpin> HttpExchange<S> {
+    /// Forwards the request and the response over a connection to the destination, and closes both connections. If the future is
+    /// dropped before, both are reset.
+    pub async fn forward<U>(self, upstream: U) -> CopyOutcome<io::Error>
+    where
+        U: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
+    {
+        let mut client = ResetUnlessComplete::new(self.client);
+        let mut upstream = ResetUnlessComplete::new(upstream);
+        let ends = (&mut client.socket, &mut upstream.socket);
+        match exchange(ends, &self.authority).await {
+            ExchangeEnd::Complete { has_request } => {
+                client.complete();
+                let closing_client = lingering_close::close(&mut client.socket);
+                if has_request {
+                    upstream.complete();
+                    tokio::join!(closing_client, lingering_close::close(&mut upstream.socket));
+                } else {
+                    drop(upstream);
+                    closing_client.await;
+                }
+                CopyOutcome::Clean
+            }
+            ExchangeEnd::NoResponse {
+                is_fault_of_client,
+                reason,
+            } => {
+                drop(upstream);
+                client.complete();
+                let (status, outcome) = if is_fault_of_client {
+                    (StatusCode::BAD_REQUEST, CopyOutcome::Socket as fn(_) -> _)
+                } else {
+                    (StatusCode::BAD_GATEWAY, CopyOutcome::Stream as fn(_) -> _)
+                };
+                let answering = respond(&mut client.socket, status, &reason);
+                let _ = timeout(ANSWER_TIMEOUT, answering).await;
+                outcome(io::Error::other(reason))
+            }
+            ExchangeEnd::Client(error) => CopyOutcome::Socket(io::Error::other(error)),
+            ExchangeEnd::Upstream(error) => CopyOutcome::Stream(io::Error::other(error)),
+        }
+    }
+}
+
+async fn exchange<C, U>(
+    (client, upstream): (&mut C, &mut U),
+    authority: &HeaderValue,
+) -> ExchangeEnd
+where
+    C: AsyncRead + AsyncWrite + Unpin,
+    U: AsyncRead + AsyncWrite + Unpin,
+{
+    let connecting = client_http1::Builder::new()
+        .title_case_headers(true)
+        .handshake(TokioIo::new(upstream));
+    let (sender, connection) = match connecting.await {
+        Ok(connected) => connected,
+        Err(error) => return failed_end(error),
+    };
+    let sender = Mutex::new(sender);
+    let service = service_fn(|request| {
+        let (sender, request) = (&sender, into_upstream_request(request, authority));
+        async move {
+            let sent = sender.lock().await.send_request(request).await;
+            into_client_response(sent.map_err(ExchangeError::from_send_error)?)
+        }
+    });
+    let serving = server_http1::Builder::new()
+        .keep_alive(false)
+        .auto_date_header(false)
+        .title_case_headers(true)
+        .header_read_timeout(None)
+        .serve_connection(TokioIo::new(client), service);
+    let (mut serving, mut connection) = (Box::pin(serving), pin!(connection));
+    let mut upstream_end = None;
+    let served = loop {
+        tokio::select! {
+            biased;
+            ended = &mut connection, if upstream_end.is_none() => upstream_end = Some(ended),
+            served = &mut serving => break served,
+        }
+    };
+    // Ends the body of a request whose response came before the destination had read it.
+    drop(serving);
+    if let Err(error) = served {
+        return failed_end(error);
+    }
+    let ended = match upstream_end {
+        Some(ended) => Ok(ended),
+        None => timeout(CLOSE_TIMEOUT, connection).await,
+    };
+    ExchangeEnd::Complete {
+        has_request: matches!(ended, Ok(Ok(()))),
+    }
+}
+
+/// Returns the end of an exchange by the error of the program's connection. An error of the service, or of the response's body, is
+/// a user's error to hyper.
+fn failed_end(error: hyper::Error) -> ExchangeEnd {
+    let cause = error.source().and_then(|cause| cause.downcast_ref());
+    match cause {
+        Some(cause) => ExchangeEnd::NoResponse {
+            is_fault_of_client: matches!(cause, ExchangeError::RequestBody(_)),
+            reason: cause.to_string(),
+        },
+        None if error.is_user() => ExchangeEnd::Upstream(error),
+        None => ExchangeEnd::Client(error),
+    }
+}
+
+impl ExchangeError {
+    fn from_send_error(error: hyper::Error) -> Self {
+        if error.is_user() {
+            Self::RequestBody(error)
+        } else {
+            Self::Upstream(error)
+        }
+    }
+}
+
+/// Returns the request in the form for the destination itself (RFC 9112 section 3.2.1). The URL decides about the host, not
+/// `Host`.
+fn into_upstream_request(
+    mut request: Request<Incoming>,
+    authority: &HeaderValue,
+) -> Request<Incoming> {
+    let path = request.uri().path_and_query().cloned();
+    *request.uri_mut() = Uri::from(path.unwrap_or_else(|| PathAndQuery::from_static("/")));
+    *request.version_mut() = Version::HTTP_11;
+    let fields = request.headers_mut();
+    forward_fields(fields);
+    fields.remove(PROXY_AUTHORIZATION);
+    fields.insert(CONNECTION, HeaderValue::from_static("close"));
+    set_host(fields, authority.clone());
+    request
+}
+
+fn into_client_response(
+    mut response: Response<Incoming>,
+) -> Result<Response<Incoming>, ExchangeError> {
+    let status = response.status();
+    if status == StatusCode::SWITCHING_PROTOCOLS {
+        let fault = "switched to another protocol, for which no request had asked";
+        return Err(ExchangeError::Response(fault));
+    }
+    *response.version_mut() = Version::HTTP_11;
+    let fields = response.headers_mut();
+    normalize_response_framing(status, fields).map_err(ExchangeError::Response)?;
+    forward_fields(fields);
+    Ok(response)
+}
+
+/// Removes the fields of one connection, and adds this proxy to `Via` (RFC 9110 section 7.6.3).
+fn forward_fields(fields: &mut HeaderMap) {
+    strip_hop_by_hop(fields);
+    fields.append(VIA, HeaderValue::from_static("1.1 causeway"));
+}
+
+#[cfg(test)]
+mod tests;
