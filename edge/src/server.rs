@@ -213,6 +213,7 @@ impl Edge {
                 initial_config: config.clone(),
                 current_proxy: Arc::new(ArcSwap::from_pointee(proxy)),
                 ports: Arc::new(ArcSwap::from_pointee(policy.ports())),
+                services: Arc::new(ArcSwap::from_pointee(policy.reported_services())),
                 policy_inputs,
                 own_ports: own_ports(address, cache_listeners.as_ref()),
                 unhealthy_ports: watch::Sender::default(),
@@ -362,6 +363,7 @@ impl Bound {
             node,
             instance,
             ports: parts.ports.clone(),
+            services: parts.services.clone(),
             unhealthy_ports: parts.unhealthy_ports.subscribe(),
             connector: GatewayConnector::new(tunnel_client(&identity_store.identity())?, &config),
             gateways: GatewayList::new(

@@ -72,6 +72,10 @@ pub struct EdgeHello {
     /// The node ports that the edge's allow-list names.
     #[serde(default)]
     pub ports: Vec<u16>,
+    /// Names of the services that the edge serves, at most [`crate::wire::MAX_REPORTED_SERVICES`]. Edges of earlier versions do
+    /// not report them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub services: Option<Vec<String>>,
     /// Whether the edge takes [`GatewayMessage::Window`].
     #[serde(default)]
     pub turns: bool,
@@ -506,7 +510,10 @@ mod tests {
     #[test]
     fn an_edge_hello_without_neighbours_keeps_the_old_format() {
         let silent = written(&EdgeMessage::Welcome(Box::default()));
-        assert!(!silent.contains("site"), "{silent}");
+        assert!(
+            !silent.contains("site") && !silent.contains("services"),
+            "{silent}"
+        );
         let EdgeMessage::Welcome(heard) = parse_message(silent.as_bytes()).unwrap() else {
             panic!("a welcome is one");
         };

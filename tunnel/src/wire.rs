@@ -80,6 +80,9 @@ pub const MAX_HEADER_LIST: u32 = 1024 * 1024;
 /// Maximum number of interim responses of one stream: a 102 every 20 seconds (RFC 2518 §10.1) for five hours.
 pub const MAX_INTERIM_RESPONSES: usize = 1_000;
 
+/// Maximum number of services in the hello of an edge.
+pub const MAX_REPORTED_SERVICES: usize = 256;
+
 /// Maximum number of ports of one edge whose health checks fail, in a message.
 pub const MAX_UNHEALTHY_PORTS: usize = 32;
 

@@ -15,6 +15,7 @@ use crate::config::{Allow, AnnouncedPortPolicy, Config, Port, Protocol, Service}
 use causeway_rt::host_addresses;
 use causeway_tunnel::{
     RejectCode, StreamKind, Target, control_stream::AnnouncedPorts, error::Rejected,
+    wire::MAX_REPORTED_SERVICES,
 };
 use std::{
     collections::BTreeMap,
@@ -222,6 +223,12 @@ impl Policy {
         let mut all: Vec<_> = all.copied().collect();
         all.sort_unstable();
         all
+    }
+
+    /// Returns the names of the services that the edge reports to gateways.
+    pub(crate) fn reported_services(&self) -> Vec<String> {
+        let names = self.services.keys().take(MAX_REPORTED_SERVICES);
+        names.cloned().collect()
     }
 
     /// Returns the refusal of a target without any permitted address.

@@ -87,6 +87,7 @@ pub(super) struct Reloadable {
     pub(super) initial_config: Config,
     pub(super) current_proxy: CurrentProxy,
     pub(super) ports: Arc<ArcSwap<Vec<u16>>>,
+    pub(super) services: Arc<ArcSwap<Vec<String>>>,
     /// Ports whose health checks fail.
     pub(super) unhealthy_ports: watch::Sender<UnhealthyPorts>,
     pub(super) policy_inputs: Mutex<PolicyInputs>,
@@ -152,6 +153,7 @@ impl Reloadable {
             .clone()
             .with_announced(&policy_inputs.announced, &local_node);
         let ports = policy.ports();
+        self.services.store(Arc::new(policy.reported_services()));
         let proxy = Proxy::new(
             policy,
             (
@@ -446,6 +448,7 @@ mod tests {
             current_proxy: Arc::new(ArcSwap::from_pointee(proxy)),
             unhealthy_ports: watch::Sender::default(),
             ports: Arc::default(),
+            services: Arc::default(),
             policy_inputs: allowed,
             own_ports: vec![10266],
             metrics,

@@ -47,6 +47,8 @@ pub(crate) struct TunnelContext {
     pub(crate) instance: String,
     /// Node ports that the edge serves now.
     pub(crate) ports: Arc<ArcSwap<Vec<u16>>>,
+    /// Names of the services that the edge reports now.
+    pub(crate) services: Arc<ArcSwap<Vec<String>>>,
     /// Results of the health checks of upstreams.
     pub(crate) unhealthy_ports: watch::Receiver<UnhealthyPorts>,
     pub(crate) connector: GatewayConnector,

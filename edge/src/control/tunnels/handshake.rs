@@ -268,6 +268,7 @@ fn build_hello(context: &TunnelContext, slot: u32, announced: &[String]) -> Edge
         labels: config.labels.clone(),
         pool: config.pool.clone(),
         ports: context.ports.load().to_vec(),
+        services: Some(context.services.load().to_vec()),
         turns: true,
         elsewhere: gateways.len() > 1,
         listed: true,
