@@ -59,10 +59,7 @@ use causeway_tunnel::{StreamKind, Target, headers, informational::ExchangeId};
 pub use context::{Proxy, ProxyState, StreamContext};
 use error_response::ErrorProtocol;
 use gateway_resources::GatewayResource;
-use http::{
-    HeaderValue, Method, Request, Response, Version,
-    header::{AUTHORIZATION, EXPECT},
-};
+use http::{HeaderValue, Method, Request, Response, Version, header::EXPECT};
 use http_body::Body;
 use hyper::body::Incoming;
 use listener::ClientConnection;
@@ -87,6 +84,8 @@ impl Proxy {
             &request,
         );
         let protocol = ErrorProtocol::of(&request);
+        let resource = GatewayResource::find(&request, &self.listener);
+        let asks_gateway = resource.is_some();
         let expects_continue = !request.body().is_end_stream()
             && headers::contains_token(request.headers(), &EXPECT, "100-continue");
         let discarding = (&self.shared.limits, &self.tasks);
@@ -95,13 +94,13 @@ impl Proxy {
         // RFC 9110 §9.3.2. hyper ensures this only for HTTP/1.1.
         let is_http2_head =
             request.method() == Method::HEAD && request.version() == Version::HTTP_2;
-        let serving = pin!(self.serve(connection, request, exchange, &record));
+        let serving = pin!(self.serve(connection, (request, resource), exchange, &record));
         match record.run_unless_terminated(serving).await.flatten() {
             Ok(response) => response,
             Err(error) => {
                 let error = self.ended_by_drain(&record, error);
-                let reply =
-                    error_response::error_response(&self.listener, &record, (protocol, &error));
+                let form = (protocol, asks_gateway);
+                let reply = error_response::error_response(&self.listener, &record, form, &error);
                 if is_http2_head {
                     return reply.map(|_| ResponseBody::empty());
                 }
@@ -158,7 +157,7 @@ impl Proxy {
     async fn serve(
         &self,
         connection: &Arc<ClientConnection>,
-        mut request: Request<RequestBody>,
+        (mut request, resource): (Request<RequestBody>, Option<GatewayResource>),
         exchange: ExchangeId,
         record: &Arc<AccessRecord>,
     ) -> Result<Response<ResponseBody>, Error> {
@@ -167,8 +166,8 @@ impl Proxy {
             return Err(Reason::Draining.error(detail));
         }
         request::check(&request, self.request_limits())?;
-        if let Some(resource) = GatewayResource::find(&request, &self.listener) {
-            let from = (&**connection, request.headers().get(AUTHORIZATION));
+        if let Some(resource) = resource {
+            let from = (&**connection, request.method(), request.headers());
             return Box::pin(self.serve_resource(resource, from, record)).await;
         }
         let kind = request::stream_kind(&request, self.listener.protocol)?;

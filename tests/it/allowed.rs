@@ -39,6 +39,7 @@ fn policy() -> PolicyReader {
         { "who": { "groups": ["team-a"] }, "where": { "nodes": ["edge-1"] },
               "what": { "ports": [9100, 9109, 9200] }, "then": "allow" },
         { "who": { "groups": ["team-a"] }, "where": { "nodes": ["edge-1"], "services": ["printer"] }, "then": "allow" },
+        { "who": { "groups": ["team-d"] }, "where": { "nodes": ["edge-1"], "services": ["printer"] }, "then": "allow" },
         { "who": { "groups": ["team-b"] }, "where": { "nodes": ["edge-2"] }, "then": "allow" },
         { "who": { "groups": ["team-b"] }, "where": { "nodes": ["edge-2"], "services": ["*"] }, "then": "allow" },
         { "who": { "users": ["robot"] }, "where": { "pools": ["mill"] },
@@ -532,51 +533,145 @@ async fn nodes_and_services_at_connect_listeners_without_tls() {
     }
 }
 
-#[tokio::test]
-async fn targets_of_service_discovery() {
-    let build = World::build();
-    let proxy = with_tokens(&build, listener("proxy", ListenerProtocol::Connect));
-    let mut site = Box::pin(Site::start(build.listener(proxy))).await;
-    let targets = async |site: &Site, who: &str, query: &str| {
-        let url = format!("https://{GATEWAY_NAME}/.well-known/causeway/http_sd{query}");
-        let answer = site.client("proxy", who).get(&url).await;
-        if answer.status != 200 {
-            return outcome(answer.status, &answer.text());
+impl Site {
+    /// Returns a list of the gateway itself at a `connect` listener, or status and reason.
+    async fn list(&self, (listener, who): (&str, &str), path: &str) -> Result<Value, String> {
+        let url = format!("https://{GATEWAY_NAME}/.well-known/causeway/{path}");
+        let answer = self.client(listener, who).get(&url).await;
+        match answer.status {
+            200 => Ok(answer.json()),
+            status => Err(outcome(status, &answer.text())),
         }
-        let groups = answer.json();
+    }
+
+    /// Returns the targets for Prometheus, separated by blanks.
+    async fn targets(&self, from: (&str, &str), query: &str) -> String {
+        let groups = match self.list(from, &format!("http_sd{query}")).await {
+            Ok(groups) => groups,
+            Err(refusal) => return refusal,
+        };
         let groups = groups.as_array().unwrap().iter();
         let all = groups.flat_map(|group| group["targets"].as_array().unwrap().clone());
         let all: Vec<_> = all
             .map(|target| target.as_str().unwrap().to_owned())
             .collect();
         all.join(" ")
+    }
+
+    /// Returns the nodes that a client may reach, each with its ports and services.
+    async fn nodes(&self, from: (&str, &str)) -> String {
+        let list = match self.list(from, "nodes").await {
+            Ok(list) => list,
+            Err(refusal) => return refusal,
+        };
+        let rows = list["nodes"].as_array().unwrap().iter();
+        let rows = rows.map(|row| {
+            let services = row["services"].as_array();
+            let services = services.map_or_else(String::new, |names| json!(names).to_string());
+            format!(
+                "{} {}{services}",
+                row["node"].as_str().unwrap(),
+                row["ports"]
+            )
+        });
+        rows.collect::<Vec<_>>().join(" ")
+    }
+}
+
+/// Starts the gateway with three `connect` listeners: `open` serves clients without a credential, and `ports` only at one port.
+async fn site_of_lists() -> Site {
+    let build = World::build();
+    let proxy = with_tokens(&build, listener("proxy", ListenerProtocol::Connect));
+    let open = with_tokens(&build, anonymous("open", ListenerProtocol::Connect));
+    let ports = Listener {
+        anonymous_ports: vec![9100],
+        ..with_tokens(&build, anonymous("ports", ListenerProtocol::Connect))
     };
-    for (who, query, expected) in [
+    let listeners = [proxy, open, ports];
+    Box::pin(Site::start(
+        listeners.into_iter().fold(build, Build::listener),
+    ))
+    .await
+}
+
+#[tokio::test]
+async fn targets_of_service_discovery() {
+    let mut site = Box::pin(site_of_lists()).await;
+    for (listener, who, query, expected) in [
         // Without a port: all ports that the edges report, and that the client may reach.
-        ("team-a", "", "edge-1:9100 edge-1:9200"),
-        ("team-b", "", "edge-2:9100 edge-2:9200"),
-        ("team-c", "", ""),
-        ("anonymous", "", "407 unauthenticated"),
-        ("intruder", "", "407 unauthenticated"),
-        ("team-a", "?port=9100", "edge-1:9100"),
+        ("proxy", "team-a", "", "edge-1:9100 edge-1:9200"),
+        ("proxy", "team-b", "", "edge-2:9100 edge-2:9200"),
+        ("proxy", "team-c", "", ""),
+        ("proxy", "team-d", "", ""),
+        // A GET suffices.
+        ("proxy", "robot", "", "edge-1:9100 edge-2:9100"),
+        ("proxy", "robot", "?port=9100", "edge-1:9100 edge-2:9100"),
+        ("proxy", "robot", "?port=9200", ""),
+        ("proxy", "anonymous", "", "401 unauthenticated"),
+        ("proxy", "intruder", "", "401 unauthenticated"),
+        ("proxy", "team-a", "?port=9100", "edge-1:9100"),
         // The policy allows this port, which the edge does not report.
-        ("team-a", "?port=9109", "edge-1:9109"),
-        ("team-a", "?port=22", ""),
-        ("team-b", "?port=22", "edge-2:22"),
-        ("team-c", "?port=9100", ""),
-        ("anonymous", "?port=9100", "407 unauthenticated"),
-        ("team-a", "?port=0", "400 malformed"),
-        ("team-a", "?port=", "400 malformed"),
-        ("team-a", "?port=65536", "400 malformed"),
+        ("proxy", "team-a", "?port=9109", "edge-1:9109"),
+        ("proxy", "team-a", "?port=22", ""),
+        ("proxy", "team-b", "?port=22", "edge-2:22"),
+        ("proxy", "team-c", "?port=9100", ""),
+        ("proxy", "anonymous", "?port=9100", "401 unauthenticated"),
+        ("proxy", "team-a", "?port=0", "400 malformed"),
+        ("proxy", "team-a", "?port=", "400 malformed"),
+        ("proxy", "team-a", "?port=65536", "400 malformed"),
+        ("open", "anonymous", "", "edge-3:9100 edge-3:9200"),
+        ("open", "intruder", "", "401 unauthenticated"),
+        ("ports", "anonymous", "", "edge-3:9100"),
+        ("ports", "anonymous", "?port=9100", "edge-3:9100"),
+        ("ports", "anonymous", "?port=9200", ""),
+        ("ports", "team-a", "", "edge-1:9100 edge-1:9200"),
     ] {
-        let found = targets(&site, who, query).await;
-        assert_eq!(found, expected, "{who} {query:?}");
+        let found = site.targets((listener, who), query).await;
+        assert_eq!(found, expected, "{who} {query:?} at {listener}");
     }
     // A node that is away reports no port, and remains a target at a given one.
     site.edges[0].stop().await;
     site.world.until_tunnels("edge-1", 0).await;
     for (query, expected) in [("", ""), ("?port=9100", "edge-1:9100")] {
-        assert_eq!(targets(&site, "team-a", query).await, expected, "{query:?}");
+        let found = site.targets(("proxy", "team-a"), query).await;
+        assert_eq!(found, expected, "{query:?}");
+    }
+}
+
+#[tokio::test]
+async fn nodes_and_services_in_the_list_of_a_client() {
+    let mut site = Box::pin(site_of_lists()).await;
+    for (listener, who, expected) in [
+        ("proxy", "team-a", r#"edge-1 [9100,9200]["printer"]"#),
+        (
+            "proxy",
+            "team-b",
+            r#"edge-2 [9100,9200]["camera","printer","radio"]"#,
+        ),
+        ("proxy", "team-c", ""),
+        ("proxy", "team-d", r#"edge-1 []["printer"]"#),
+        ("proxy", "robot", "edge-1 [9100] edge-2 [9100]"),
+        ("proxy", "anonymous", "401 unauthenticated"),
+        (
+            "open",
+            "anonymous",
+            r#"edge-3 [9100,9200]["camera","radio"]"#,
+        ),
+        ("ports", "anonymous", "edge-3 [9100]"),
+    ] {
+        let found = site.nodes((listener, who)).await;
+        assert_eq!(found, expected, "{who} at {listener}");
+    }
+    // Of a node that is away neither ports nor services are known.
+    site.edges[0].stop().await;
+    site.world.until_tunnels("edge-1", 0).await;
+    for (who, expected) in [
+        ("team-a", "edge-1 []"),
+        ("team-d", "edge-1 []"),
+        ("team-c", ""),
+        ("robot", "edge-1 [] edge-2 [9100]"),
+    ] {
+        assert_eq!(site.nodes(("proxy", who)).await, expected, "{who}");
     }
 }
 

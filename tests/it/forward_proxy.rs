@@ -171,6 +171,44 @@ async fn a_proxy_asks_for_the_credential_with_407_and_takes_a_token_as_password(
     assert_eq!(client.get("https://edge-1:9100/").await.status, 401);
 }
 
+#[tokio::test]
+async fn the_gateways_own_resources_ask_as_an_origin_server() {
+    let (world, token) = with_tokens().await;
+    for name in ["tls", "plain"] {
+        let client = world.client_at(name).nobody();
+        let ask = async |line: &str, field: &str| {
+            let head = format!("{line} HTTP/1.1\r\nHost: x\r\n{field}\r\n");
+            client.raw(GATEWAY_NAME, head).await
+        };
+        let nodes = "GET /.well-known/causeway/nodes";
+        for field in [
+            String::new(),
+            "Authorization: Bearer wrong\r\n".to_owned(),
+            format!("Proxy-Authorization: Bearer {token}\r\n"),
+        ] {
+            let refused = ask(nodes, &field).await;
+            assert_problem(&refused, 401, "unauthenticated", "");
+            let challenges = refused.fields.get_all("www-authenticate").iter();
+            let challenges: Vec<_> = challenges.map(|value| value.to_str().unwrap()).collect();
+            assert!(challenges[0].starts_with("Bearer realm="), "{challenges:?}");
+            assert_eq!(challenges[1..], ["Basic realm=\"causeway\""]);
+            assert!(!refused.fields.contains_key("proxy-authenticate"));
+        }
+        for credential in [format!("Bearer {token}"), basic(&token)] {
+            let answer = ask(nodes, &format!("Authorization: {credential}\r\n")).await;
+            assert_eq!(
+                (answer.status, &answer.json()["client"]),
+                (200, &json!("ann"))
+            );
+        }
+        for (line, allow) in [("POST /.well-known/causeway/nodes", "GET"), ("GET /", "")] {
+            let refused = ask(line, "").await;
+            assert_problem(&refused, 405, "method_not_allowed", "");
+            assert_eq!(refused.fields["allow"], allow, "{line}");
+        }
+    }
+}
+
 /// A reset could discard the reason at the client (RFC 9112, section 9.6).
 #[tokio::test]
 async fn a_refusal_that_ends_the_connection_ends_it_in_order() {

@@ -18,7 +18,7 @@ impl Reason {
                 "SNI and Host name two different nodes, or an address belongs to several nodes."
             }
             Self::Unauthenticated => {
-                "The client presented no certificate or token, or one that this listener does not accept. At `connect` listeners the status is 407. The detail begins with the method (`certificate`, `token`, `jwt`, `token_review`)."
+                "The client presented no certificate or token, or one that this listener does not accept. For requests through a `connect` listener the status is 407. The detail begins with the method (`certificate`, `token`, `jwt`, `token_review`)."
             }
             Self::Forbidden => {
                 "The policy or the cluster denies this request. The detail says which."

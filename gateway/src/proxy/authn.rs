@@ -255,9 +255,13 @@ impl Authenticator {
         let is_listed_source = |ip| self.anonymous_from.iter().any(|net| net.contains(&ip));
         let source_allowed =
             self.anonymous_from.is_empty() || peer.ip().is_some_and(is_listed_source);
+        self.allows_anonymous && source_allowed && self.serves_anonymously(port)
+    }
+
+    /// Whether anonymous clients may reach this node port. `None` is a service, of which only the edge knows the port.
+    pub(crate) fn serves_anonymously(&self, port: Option<u16>) -> bool {
         let is_listed_port = |port| self.anonymous_ports.contains(&port);
-        let port = self.anonymous_ports.is_empty() || port.is_some_and(is_listed_port);
-        self.allows_anonymous && source_allowed && port
+        self.anonymous_ports.is_empty() || port.is_some_and(is_listed_port)
     }
 
     fn missing_credentials_detail(&self) -> &'static str {

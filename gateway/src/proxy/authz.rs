@@ -136,14 +136,45 @@ pub enum AuthzDecision {
     Pending(BoxFuture<'static, Result<(), Cow<'static, str>>>),
 }
 
+impl AuthzDecision {
+    /// Whether the stream is allowed. A decision that another service makes is not.
+    pub(super) fn is_allowed(&self) -> bool {
+        matches!(
+            self,
+            Self::Allow | Self::Policy(Decision { allow: true, .. })
+        )
+    }
+}
+
 /// Authorizer of streams.
 pub trait Authorize: Debug + Send + Sync + 'static {
     /// Decides without waiting.
     fn authorize(&self, authz_request: &AuthzRequest<'_>) -> AuthzDecision;
 
+    /// Decides whether the client of a CONNECT may reach its destination by some request, whatever its kind, method and path. The
+    /// lists of the nodes that a client may reach depend on this. Unless an implementation knows better, a client may if it may
+    /// connect, or send `GET /`.
+    fn authorize_destination(&self, connect: &AuthzRequest<'_>) -> AuthzDecision {
+        let decision = self.authorize(connect);
+        if decision.is_allowed() {
+            return decision;
+        }
+        self.authorize(&AuthzRequest {
+            action: Action::Request,
+            method: &Method::GET,
+            path: "/",
+            ..*connect
+        })
+    }
+
     /// Returns ports such that a client that may reach any port of a node may reach one of these.
     fn sample_ports(&self) -> Vec<u16> {
         vec![1]
+    }
+
+    /// Returns names of services, of which a client may reach one if it may reach any service of a node.
+    fn sample_services(&self) -> Vec<String> {
+        Vec::new()
     }
 
     /// Whether a decision depends on the pod to which a stream goes.
@@ -179,13 +210,18 @@ pub struct PolicyAuthorizer {
 /// Reason why rules about pods cannot decide.
 const PODS_NOT_FOLLOWED: &str = "the policy depends on pods, and this gateway does not know which pods have which addresses (kubernetes.pods)";
 
-impl Authorize for PolicyAuthorizer {
-    fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision {
+impl PolicyAuthorizer {
+    /// Decides by `decide`, unless the rules depend on objects of a cluster that are not known.
+    fn decide_by(
+        &self,
+        ask: &AuthzRequest<'_>,
+        decide: fn(&PolicyReader, &PolicyInput<'_>) -> Decision,
+    ) -> AuthzDecision {
         if self.policy.allows_all() {
             return AuthzDecision::Allow;
         }
         let decide_for = |direct, node: &Node| {
-            AuthzDecision::Policy(self.policy.decide(&policy_input(ask, direct, node)))
+            AuthzDecision::Policy(decide(&self.policy, &policy_input(ask, direct, node)))
         };
         // A rule that denies pods would not match while the pods are not known.
         if self.policy.depends_on_pods() {
@@ -210,10 +246,25 @@ impl Authorize for PolicyAuthorizer {
         }
         self.nodes.with(&route.node, |node| decide_for(None, node))
     }
+}
+
+impl Authorize for PolicyAuthorizer {
+    fn authorize(&self, ask: &AuthzRequest<'_>) -> AuthzDecision {
+        self.decide_by(ask, PolicyReader::decide)
+    }
+
+    fn authorize_destination(&self, connect: &AuthzRequest<'_>) -> AuthzDecision {
+        self.decide_by(connect, PolicyReader::decide_destination)
+    }
 
     fn sample_ports(&self) -> Vec<u16> {
         let rules = self.policy.rules();
         rules.map_or_else(|| vec![1], |rules| rules.sample_ports().to_vec())
+    }
+
+    fn sample_services(&self) -> Vec<String> {
+        let rules = self.policy.rules();
+        rules.map_or_else(Vec::new, |rules| rules.sample_services().collect())
     }
 
     fn depends_on_pods(&self) -> bool {

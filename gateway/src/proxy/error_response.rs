@@ -59,11 +59,13 @@ impl ErrorProtocol {
     }
 }
 
-/// Returns the error response to a request of this protocol.
+/// Returns the error response to a request of this protocol. `asks_gateway` says whether the request is for a resource of the
+/// gateway itself, rather than for an upstream.
 pub fn error_response(
     listener: &Listener,
     record: &AccessRecord,
-    (protocol, error): (ErrorProtocol, &Error),
+    (protocol, asks_gateway): (ErrorProtocol, bool),
+    error: &Error,
 ) -> Response<ResponseBody> {
     record.record_failure(error);
     if protocol == ErrorProtocol::Grpc {
@@ -73,7 +75,7 @@ pub fn error_response(
         return response;
     }
     let status = match listener.error_format {
-        ErrorFormat::Problem => problem_status(listener, error.reason),
+        ErrorFormat::Problem => problem_status((listener, asks_gateway), error.reason),
         ErrorFormat::Kubernetes => StatusCode::BAD_GATEWAY,
     };
     record.response_started(status);
@@ -90,7 +92,7 @@ pub fn error_response(
     };
     let mut response = Response::new(ResponseBody::text(text));
     *response.status_mut() = status;
-    set_error_headers(response.headers_mut(), listener, error);
+    set_error_headers(response.headers_mut(), (listener, asks_gateway), error);
     response
         .headers_mut()
         .insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
@@ -104,8 +106,8 @@ pub fn error_response(
 }
 
 /// Returns the status of an error. The client of a proxy is asked for the credential by another status (RFC 9110 §15.5.8).
-fn problem_status(listener: &Listener, reason: Reason) -> StatusCode {
-    if reason == Reason::Unauthenticated && listener.is_proxy() {
+fn problem_status((listener, asks_gateway): (&Listener, bool), reason: Reason) -> StatusCode {
+    if reason == Reason::Unauthenticated && listener.is_proxy() && !asks_gateway {
         StatusCode::PROXY_AUTHENTICATION_REQUIRED
     } else {
         reason.status()
@@ -148,7 +150,11 @@ fn proxy_status(headers: &mut HeaderMap, error: &Error) {
     }
 }
 
-fn set_error_headers(headers: &mut HeaderMap, listener: &Listener, error: &Error) {
+fn set_error_headers(
+    headers: &mut HeaderMap,
+    (listener, asks_gateway): (&Listener, bool),
+    error: &Error,
+) {
     proxy_status(headers, error);
     if listener.error_format == ErrorFormat::Kubernetes {
         return;
@@ -163,22 +169,23 @@ fn set_error_headers(headers: &mut HeaderMap, listener: &Listener, error: &Error
         } else {
             "Bearer realm=\"causeway\""
         };
-        if listener.is_proxy() {
-            headers.insert(PROXY_AUTHENTICATE, HeaderValue::from_static(challenge));
-            // In a field of its own: some clients read one challenge from each field.
-            headers.append(
-                PROXY_AUTHENTICATE,
-                HeaderValue::from_static(BASIC_CHALLENGE),
-            );
+        let field = if listener.is_proxy() && !asks_gateway {
+            PROXY_AUTHENTICATE
         } else {
-            headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static(challenge));
+            WWW_AUTHENTICATE
+        };
+        headers.insert(field.clone(), HeaderValue::from_static(challenge));
+        if listener.authentication.accepts_basic {
+            // In a field of its own: some clients read one challenge from each field.
+            headers.append(field, HeaderValue::from_static(BASIC_CHALLENGE));
         }
     }
     if error.reason == Reason::MethodNotAllowed {
-        let allow = if listener.protocol == ListenerProtocol::Connect {
-            "CONNECT"
-        } else {
-            "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
+        // The methods of the target of the request (RFC 9110 §10.2.1). A proxy itself has no other targets than its resources.
+        let allow = match (listener.is_proxy(), asks_gateway) {
+            (true, true) => "GET",
+            (true, false) => "",
+            (false, _) => "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS",
         };
         headers.insert(http::header::ALLOW, HeaderValue::from_static(allow));
     }

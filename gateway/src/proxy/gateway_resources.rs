@@ -1,13 +1,15 @@
 //! Resources of the gateway itself at `connect` listeners: the nodes that a client may reach, and the gateway's CAs.
 //!
-//! A `connect` listener serves no upstream by a path, so these paths hide none. A request for an `http://` target is meant for another
-//! host and is never served here. A request for an `https://` target is one to the gateway itself in HTTP/2, whose requests always
-//! contain scheme and authority (RFC 9113 §8.3.1); a proxy gets a CONNECT for such targets. A client that the listener does not admit receives only the CAs, which are public.
+//! A `connect` listener serves no upstream by a path, so these paths hide none. A request for an `http://` target is meant for
+//! another host and is never served here. A request for an `https://` target is one to the gateway itself in HTTP/2, whose requests
+//! always contain scheme and authority (RFC 9113 §8.3.1); a proxy gets a CONNECT for such targets. The gateway is the origin server
+//! of these resources and no proxy: their clients authenticate by `Authorization`. A client that the listener does not admit
+//! receives only the CAs, which are public.
 
 use super::{
     Proxy,
     access_log::AccessRecord,
-    authn::ClientIdentity,
+    authn::{AuthMethod, ClientIdentity},
     authz::{Action, AuthzDecision, AuthzRequest, Destination},
     listener::{ClientConnection, Listener},
     response_body::ResponseBody,
@@ -16,12 +18,16 @@ use super::{
 use crate::{
     config::ListenerProtocol,
     error::{Error, Reason},
-    state::{TargetGroup, directory::HeldState, policy::Decision, target_group},
+    state::{TargetGroup, directory::HeldState, target_group},
 };
 use causeway_certs::NodeName;
-use causeway_tunnel::Target;
+use causeway_tunnel::{
+    Target, control_stream::EdgeHello, target::is_service_name, wire::MAX_REPORTED_SERVICES,
+};
 use http::{
-    HeaderValue, Method, Request, Response, StatusCode, Version, header::CONTENT_TYPE, uri::Scheme,
+    HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Version,
+    header::{AUTHORIZATION, CONTENT_TYPE},
+    uri::Scheme,
 };
 use serde::Serialize;
 use std::{
@@ -44,16 +50,14 @@ pub(super) enum GatewayResource {
 }
 
 impl GatewayResource {
-    /// Returns the resource that a request asks for, if it asks for one.
+    /// Returns the resource that a request asks for, if it asks for one. The method may be wrong.
     pub(super) fn find<B>(request: &Request<B>, listener: &Listener) -> Option<Self> {
         let uri = request.uri();
         let is_for_gateway = match request.version() {
             Version::HTTP_2 => uri.scheme() == Some(&Scheme::HTTPS),
             _ => uri.authority().is_none(),
         };
-        let is_own = listener.protocol == ListenerProtocol::Connect
-            && request.method() == Method::GET
-            && is_for_gateway;
+        let is_own = listener.protocol == ListenerProtocol::Connect && is_for_gateway;
         match request.uri().path() {
             _ if !is_own => None,
             "/.well-known/causeway/nodes" if listener.has_node_list => Some(Self::Nodes),
@@ -85,6 +89,9 @@ struct ReachableNode {
     connected: bool,
     /// Ports that the edge reports and that the client may reach.
     ports: Vec<u16>,
+    /// The same of services.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    services: Vec<String>,
     /// Confirmed pool.
     #[serde(skip_serializing_if = "Option::is_none")]
     pool: Option<String>,
@@ -96,13 +103,18 @@ impl Proxy {
     /// Serves a resource of the gateway.
     ///
     /// # Errors
-    /// [`Reason::Unauthenticated`], or [`Reason::DependencyUnavailable`] if the policy cannot decide yet.
+    /// [`Reason::MethodNotAllowed`], [`Reason::Unauthenticated`], or [`Reason::DependencyUnavailable`] if the policy cannot decide
+    /// yet.
     pub(super) async fn serve_resource(
         &self,
         resource: GatewayResource,
-        (connection, credential): (&ClientConnection, Option<&HeaderValue>),
+        (connection, method, fields): (&ClientConnection, &Method, &HeaderMap),
         record: &AccessRecord,
     ) -> Result<Response<ResponseBody>, Error> {
+        if method != Method::GET {
+            let detail = "this resource of the gateway is served to GET only";
+            return Err(Reason::MethodNotAllowed.error(detail));
+        }
         let query = match resource {
             GatewayResource::Ca(text) => {
                 return Ok(respond(record, "application/x-pem-file", text.to_string()));
@@ -110,7 +122,11 @@ impl Proxy {
             GatewayResource::Nodes => None,
             GatewayResource::ServiceDiscovery(query) => Some(query),
         };
-        let client = self.identify(connection, credential, None).await?;
+        // An anonymous client may reach some ports of nodes only. The lists have no others.
+        let port = self.listener.authentication.anonymous_ports.first();
+        let client = self
+            .identify(connection, fields.get(AUTHORIZATION), port.copied())
+            .await?;
         record.set_client(&client);
         self.admit_client(&client, record)?;
         let text = if let Some(query) = query {
@@ -131,24 +147,24 @@ impl Proxy {
         Ok(respond(record, "application/json", text))
     }
 
-    /// Returns the nodes of which the client may reach a port, in the order of their names. Without `port`, these are the ports that
-    /// edges report to this gateway.
+    /// Returns the nodes of which the client may reach a port or a service, in the order of their names. Without `port`, these are
+    /// the ports and services that edges report to this gateway.
     async fn reachable_nodes(
         &self,
-        (connection, client): (&ClientConnection, &ClientIdentity),
+        from: (&ClientConnection, &ClientIdentity),
         port: Option<u16>,
     ) -> Result<Vec<ReachableNode>, Error> {
         let registry = &self.shared.registry;
         let mut names: BTreeSet<_> = self.shared.nodes.names().into_iter().collect();
-        let mut ports: BTreeMap<NodeName, Vec<u16>> = BTreeMap::new();
+        let mut hellos: BTreeMap<NodeName, Arc<EdgeHello>> = BTreeMap::new();
         registry.for_each_tunnel(|node, tunnel| {
-            ports.insert(node.clone(), tunnel.tunnel.hello.ports.clone());
+            hellos.insert(node.clone(), tunnel.tunnel.hello.clone());
         });
-        names.extend(ports.keys().cloned());
+        names.extend(hellos.keys().cloned());
         for peer in registry.directory().peers().iter() {
             names.extend(peer.node_names());
         }
-        let sample_ports = self.shared.authorizer.sample_ports();
+        let search = TargetSearch::new(self, from, port);
         let mut reachable = Vec::new();
         for (index, node) in names.into_iter().enumerate() {
             if index % NODES_PER_TURN == NODES_PER_TURN - 1 {
@@ -163,27 +179,16 @@ impl Proxy {
             {
                 continue;
             }
-            let reported = match port {
-                Some(port) => vec![port],
-                None => ports.remove(&node).unwrap_or_default(),
+            let hello = hellos.remove(&node);
+            let Some((ports, services)) = search.find_targets(&node, hello.as_deref())? else {
+                continue;
             };
-            let may_reach = |port: &u16| self.may_connect(connection, client, (&node, *port));
             let data = self.shared.nodes.get(&node).unwrap_or_default();
-            let mut allowed = Vec::new();
-            for port in &reported {
-                if may_reach(port)? {
-                    allowed.push(*port);
-                }
-            }
-            let mut is_reachable = !allowed.is_empty();
-            // An edge may serve ports that it does not report, and a node that is away reports none.
-            for port in sample_ports.iter().filter(|_| reported.is_empty()) {
-                is_reachable = is_reachable || may_reach(port)?;
-            }
-            if is_reachable && data.revoked.is_none() {
+            if data.revoked.is_none() {
                 reachable.push(ReachableNode {
                     connected: self.is_connected(&node),
-                    ports: allowed,
+                    ports,
+                    services,
                     pool: data.pool,
                     labels: data.labels,
                     node,
@@ -201,32 +206,99 @@ impl Proxy {
                 .iter()
                 .any(|(_, state)| *state == HeldState::Connected)
     }
+}
 
-    /// Whether the authorizer lets the client connect to a port of a node. A decision that another service makes counts as a
-    /// refusal here. The review of kubelet ports by the cluster's API happens at each request only.
-    fn may_connect(
-        &self,
-        connection: &ClientConnection,
-        client: &ClientIdentity,
-        (node, port): (&NodeName, u16),
-    ) -> Result<bool, Error> {
-        let route = Route::new(node.clone(), Target::new(node, port));
-        let request = AuthzRequest {
+/// Search for the ports and services of nodes that a client may reach.
+struct TargetSearch<'a> {
+    proxy: &'a Proxy,
+    connection: &'a ClientConnection,
+    client: &'a ClientIdentity,
+    /// The only port of interest, if the client names one.
+    port: Option<u16>,
+    /// Ports and services of nodes that report none.
+    samples: (Vec<u16>, Vec<String>),
+}
+
+impl<'a> TargetSearch<'a> {
+    fn new(
+        proxy: &'a Proxy,
+        (connection, client): (&'a ClientConnection, &'a ClientIdentity),
+        port: Option<u16>,
+    ) -> Self {
+        let authorizer = &proxy.shared.authorizer;
+        let mut ports = authorizer.sample_ports();
+        ports.extend(&proxy.listener.authentication.anonymous_ports);
+        Self {
+            proxy,
+            connection,
             client,
-            remote_address: connection.peer,
+            port,
+            samples: (ports, authorizer.sample_services()),
+        }
+    }
+
+    /// Returns the ports and services of a node that the client may reach, of those that its edge reports in `hello`. `None`
+    /// means that the client may reach nothing there.
+    fn find_targets(
+        &self,
+        node: &NodeName,
+        hello: Option<&EdgeHello>,
+    ) -> Result<Option<(Vec<u16>, Vec<String>)>, Error> {
+        if let Some(port) = self.port {
+            let is_reachable = self.may_reach(node, Target::new(node, port))?;
+            return Ok(is_reachable.then(|| (vec![port], Vec::new())));
+        }
+        let service_target = |service: &str| Target::service(service, node.as_str(), None);
+        let (mut ports, mut services) = (Vec::new(), Vec::new());
+        for port in hello.iter().flat_map(|hello| &hello.ports) {
+            if self.may_reach(node, Target::new(node, *port))? {
+                ports.push(*port);
+            }
+        }
+        let reported = hello.and_then(|hello| hello.services.as_ref());
+        let names = reported.into_iter().flatten().take(MAX_REPORTED_SERVICES);
+        for service in names.filter(|name| is_service_name(name)) {
+            if self.may_reach(node, service_target(service))? {
+                services.push(service.clone());
+            }
+        }
+        let mut is_reachable = !ports.is_empty() || !services.is_empty();
+        // An edge may serve ports that it does not report, and a node that is away reports nothing.
+        let has_no_port = hello.is_none_or(|hello| hello.ports.is_empty());
+        for port in self.samples.0.iter().filter(|_| has_no_port) {
+            is_reachable = is_reachable || self.may_reach(node, Target::new(node, *port))?;
+        }
+        for service in self.samples.1.iter().filter(|_| reported.is_none()) {
+            is_reachable = is_reachable || self.may_reach(node, service_target(service))?;
+        }
+        Ok(is_reachable.then_some((ports, services)))
+    }
+
+    /// Whether the client may send some request to a target of a node. A decision that another service makes counts as a refusal
+    /// here. The review of kubelet ports by the cluster's API happens at each request only.
+    fn may_reach(&self, node: &NodeName, target: Target) -> Result<bool, Error> {
+        let Proxy {
+            shared, listener, ..
+        } = self.proxy;
+        let route = Route::new(node.clone(), target);
+        if self.client.method == AuthMethod::Anonymous
+            && !listener.authentication.serves_anonymously(route.port())
+        {
+            return Ok(false);
+        }
+        let connect = AuthzRequest {
+            client: self.client,
+            remote_address: self.connection.peer,
             destination: Destination::Node(&route),
             action: Action::Connect,
             method: &Method::CONNECT,
             path: "",
         };
-        match self.shared.authorizer.authorize(&request) {
-            AuthzDecision::Allow | AuthzDecision::Policy(Decision { allow: true, .. }) => Ok(true),
-            AuthzDecision::Deny(_) | AuthzDecision::Policy(_) | AuthzDecision::Pending(_) => {
-                Ok(false)
-            }
+        match shared.authorizer.authorize_destination(&connect) {
             AuthzDecision::DependencyUnavailable(why) => {
                 Err(Reason::DependencyUnavailable.error(why))
             }
+            decision => Ok(decision.is_allowed()),
         }
     }
 }

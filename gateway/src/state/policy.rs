@@ -200,6 +200,12 @@ impl Policy {
         patterns.map(|pattern| pattern.replace('*', "x"))
     }
 
+    /// Returns a matching name for each pattern of services of a rule.
+    pub fn sample_services(&self) -> impl Iterator<Item = String> {
+        let patterns = self.rules.iter().flat_map(|rule| &rule.services);
+        patterns.map(|pattern| pattern.replace('*', "x"))
+    }
+
     /// Returns ports such that each other port is treated like one of them.
     pub fn sample_ports(&self) -> &[u16] {
         &self.sample_ports
@@ -207,6 +213,60 @@ impl Policy {
 
     /// Returns the decision of the first rule that matches.
     pub fn decide(&self, input: &PolicyInput<'_>) -> Decision {
+        let mut remaining = self.rules_for_destination(input);
+        self.actions.narrow(&mut remaining, |acts, into| {
+            acts.find(input.action.word(), into);
+        });
+        self.methods.narrow(&mut remaining, |methods, into| {
+            methods.find(input.method, into);
+            // Some apps read `post` as POST.
+            let has_lowercase = input.method.bytes().any(|b| b.is_ascii_lowercase());
+            if has_lowercase || input.action == Action::Connect {
+                into.add(&self.deny_methods);
+            }
+        });
+        self.paths
+            .narrow(&mut remaining, |paths, into| match input.path() {
+                Some(path) => {
+                    paths.find(&path, into);
+                    // Some apps read `/ADMIN` as `/admin`.
+                    self.deny_paths_lowercase.find_folded(&path, into);
+                }
+                None => into.add(&self.deny_paths),
+            });
+        self.first_match(&remaining, input, |_| true)
+    }
+
+    /// Returns the decision about the destination itself: whether a rule allows some request to it, whatever its kind, method and
+    /// path. A rule that denies only some requests does not count.
+    pub fn decide_destination(&self, input: &PolicyInput<'_>) -> Decision {
+        let remaining = self.rules_for_destination(input);
+        self.first_match(&remaining, input, |rule| {
+            rule.effect == Effect::Allow || !rule.depends_on_request
+        })
+    }
+
+    /// Returns the decision of the first of the remaining rules whose labels match and that `counts` accepts.
+    fn first_match(
+        &self,
+        remaining: &index::RemainingRules,
+        input: &PolicyInput<'_>,
+        counts: impl Fn(&CompiledRule) -> bool,
+    ) -> Decision {
+        let has_labels = |rule: &CompiledRule| {
+            let mut labels = rule.labels.iter();
+            labels.all(|(key, value)| input.labels.get(key) == Some(value))
+        };
+        let mut rules = remaining.iter().map(|index| &self.rules[index]);
+        let matched = rules.find(|rule| counts(rule) && has_labels(rule));
+        Decision {
+            allow: matched.is_some_and(|rule| rule.effect == Effect::Allow),
+            matched: matched.map(|rule| rule.matched.clone()),
+        }
+    }
+
+    /// Returns the rules about this client and this destination, whatever the request. Only one of the labels is checked.
+    fn rules_for_destination(&self, input: &PolicyInput<'_>) -> index::RemainingRules {
         let mut remaining = index::RemainingRules::all(self.rules.len());
         self.narrow_by_identity(input, &mut remaining);
         self.nodes.narrow(&mut remaining, |nodes, into| {
@@ -232,38 +292,7 @@ impl Policy {
                 ports.find(port.into(), into);
             }
         });
-        self.actions.narrow(&mut remaining, |acts, into| {
-            acts.find(input.action.word(), into);
-        });
-        self.methods.narrow(&mut remaining, |methods, into| {
-            methods.find(input.method, into);
-            // Some apps read `post` as POST.
-            let has_lowercase = input.method.bytes().any(|b| b.is_ascii_lowercase());
-            if has_lowercase || input.action == Action::Connect {
-                into.add(&self.deny_methods);
-            }
-        });
-        self.paths
-            .narrow(&mut remaining, |paths, into| match input.path() {
-                Some(path) => {
-                    paths.find(&path, into);
-                    // Some apps read `/ADMIN` as `/admin`.
-                    self.deny_paths_lowercase.find_folded(&path, into);
-                }
-                None => into.add(&self.deny_paths),
-            });
-        let matched = remaining
-            .iter()
-            .map(|index| &self.rules[index])
-            .find(|rule| {
-                rule.labels
-                    .iter()
-                    .all(|(key, value)| input.labels.get(key) == Some(value))
-            });
-        Decision {
-            allow: matched.is_some_and(|rule| rule.effect == Effect::Allow),
-            matched: matched.map(|rule| rule.matched.clone()),
-        }
+        remaining
     }
 
     fn narrow_by_identity(&self, input: &PolicyInput<'_>, remaining: &mut index::RemainingRules) {
@@ -338,8 +367,17 @@ struct Current {
 impl PolicyReader {
     /// Decides by the current rules. Without rules, everything is allowed.
     pub fn decide(&self, input: &PolicyInput<'_>) -> Decision {
+        self.decide_by(|rules| rules.decide(input))
+    }
+
+    /// Decides about the destination itself, as [`Policy::decide_destination`]. Without rules, everything is allowed.
+    pub fn decide_destination(&self, input: &PolicyInput<'_>) -> Decision {
+        self.decide_by(|rules| rules.decide_destination(input))
+    }
+
+    fn decide_by(&self, decide: impl FnOnce(&Policy) -> Decision) -> Decision {
         match self.0.policy.load().as_ref() {
-            Some(rules) => rules.decide(input),
+            Some(rules) => decide(rules),
             None => Decision {
                 allow: true,
                 matched: None,

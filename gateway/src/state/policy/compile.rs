@@ -17,8 +17,12 @@ pub(super) struct CompiledRule {
     pub(super) effect: Effect,
     pub(super) matched: MatchedRule,
     pub(super) labels: Vec<(String, String)>,
+    /// Whether the rule is about some kinds, methods or paths of requests only.
+    pub(super) depends_on_request: bool,
     /// Patterns of pools.
     pub(super) pools: Vec<String>,
+    /// Patterns of services.
+    pub(super) services: Vec<String>,
     /// Patterns of namespaces of pods.
     pub(super) pod_namespaces: Vec<String>,
 }
@@ -217,15 +221,21 @@ fn lowercase_deny_paths(rules: &[policy::Rule]) -> Paths {
 fn compile_rule(rule: &policy::Rule, index: usize) -> CompiledRule {
     let labels = node_selector(rule).and_then(|nodes| nodes.labels.0.clone());
     let pools = node_selector(rule).and_then(|nodes| nodes.pools.0.clone());
+    let services = node_selector(rule).and_then(|nodes| nodes.services.0.clone());
     let pod_namespaces = node_selector(rule).and_then(|nodes| nodes.pod_namespaces.0.clone());
+    let depends_on_request = request_match(rule).is_some_and(|what| {
+        what.streams.0.is_some() || what.methods.0.is_some() || what.paths.0.is_some()
+    });
     CompiledRule {
         effect: rule.then,
+        depends_on_request,
         matched: MatchedRule {
             rule: rule.label(index).into(),
             line: rule.line,
         },
         labels: labels.into_iter().flatten().collect(),
         pools: pools.unwrap_or_default(),
+        services: services.unwrap_or_default(),
         pod_namespaces: pod_namespaces.unwrap_or_default(),
     }
 }

@@ -657,6 +657,74 @@ fn sample_ports_are_the_borders_of_all_ranges() {
 }
 
 #[test]
+fn sample_services_match_each_pattern() {
+    let services = Rule {
+        r#where: NodeSelector {
+            services: texts(["printer", "cam*"]),
+            ..NodeSelector::default()
+        }
+        .into(),
+        ..rule(Effect::Allow)
+    };
+    let policy = compiled([rule(Effect::Deny), services]);
+    let samples: Vec<_> = policy.sample_services().collect();
+    assert_eq!(samples, ["printer", "camx"]);
+}
+
+#[test]
+fn a_destination_is_allowed_if_some_request_to_it_is() {
+    let some = |then| {
+        let methods = RequestMatch {
+            methods: texts(["GET"]),
+            ..RequestMatch::default()
+        };
+        let paths = RequestMatch {
+            paths: texts(["/metrics"]),
+            ..RequestMatch::default()
+        };
+        let streams = RequestMatch {
+            streams: vec![Action::Upgrade].into(),
+            ..RequestMatch::default()
+        };
+        [methods, paths, streams].map(|request| what(then, request))
+    };
+    let port = |port| RequestMatch {
+        ports: vec![PortRange(port..=port)].into(),
+        ..RequestMatch::default()
+    };
+    let at_port = |then, number| what(then, port(number));
+    let connect = asked(|asked| {
+        (asked.act, asked.method) = (Action::Connect, "CONNECT");
+        asked.path.clear();
+    });
+    let decide = |rules: Vec<Rule>| {
+        compiled(rules)
+            .decide_destination(&connect.question())
+            .allow
+    };
+    for partial in some(Effect::Allow) {
+        assert!(decide(vec![partial.clone()]), "{partial:?}");
+        assert!(!decide(vec![rule(Effect::Deny), partial.clone()]));
+        assert!(decide(vec![at_port(Effect::Deny, 22), partial.clone()]));
+        assert!(!decide(vec![at_port(Effect::Deny, 10250), partial.clone()]));
+        let elsewhere = Rule {
+            what: RequestMatch {
+                ports: port(22).ports,
+                ..partial.what.0.unwrap()
+            }
+            .into(),
+            ..rule(Effect::Allow)
+        };
+        assert!(!decide(vec![elsewhere]));
+    }
+    for partial in some(Effect::Deny) {
+        assert!(decide(vec![partial.clone(), rule(Effect::Allow)]));
+        assert!(!decide(vec![partial]));
+    }
+    assert!(!decide(Vec::new()));
+}
+
+#[test]
 fn only_rules_that_name_services_allow_them() {
     let node = |services: Specified<Vec<String>>, then| Rule {
         r#where: NodeSelector {
