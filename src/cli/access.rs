@@ -17,7 +17,7 @@ pub(crate) enum AccessCommand {
     /// Tests both before it stores them. The profile is a file in ~/.config/causeway (on Windows %APPDATA%\causeway); it names the
     /// files or the command of the credential and contains no secret.
     Login(Login),
-    /// List the nodes and ports that you may reach
+    /// List the nodes, ports and services that you may reach
     Nodes(Nodes),
     /// Connect standard input and output to a port of a node, as the `ProxyCommand` of ssh does
     Connect(Connect),

@@ -29,6 +29,9 @@ pub(super) struct ReachableNode {
     connected: bool,
     /// Ports that the edge reports and that the user may reach.
     ports: Vec<u16>,
+    /// The same of services, each reached as `SERVICE.NODE`. Gateways of earlier versions do not list them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) services: Vec<String>,
     /// Confirmed pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pool: Option<String>,
@@ -70,7 +73,7 @@ pub(super) async fn fetch(client: &GatewayClient) -> Result<NodeList, RequestErr
 fn table(list: &NodeList) -> String {
     let or_none = |text: String| if text.is_empty() { "-".into() } else { text };
     let mut table = Table::new();
-    let header = ["NODE", "STATE", "PORTS", "POOL", "LABELS"];
+    let header = ["NODE", "STATE", "PORTS", "SERVICES", "POOL", "LABELS"];
     table.load_style(presets::NOTHING).set_header(header);
     for row in &list.nodes {
         let ports: Vec<_> = row.ports.iter().map(ToString::to_string).collect();
@@ -82,6 +85,7 @@ fn table(list: &NodeList) -> String {
             row.node.clone(),
             if row.connected { "connected" } else { "away" }.to_owned(),
             or_none(ports.join(",")),
+            or_none(row.services.join(",")),
             or_none(row.pool.clone().unwrap_or_default()),
             or_none(labels.join(",")),
         ]);

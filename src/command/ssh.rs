@@ -53,7 +53,12 @@ pub(crate) async fn print_config(args: SshConfig) -> anyhow::Result<()> {
     let (profile, hosts) = if args.nodes.is_empty() {
         let (profile, client) = nodes::open_client(&args.profile)?;
         let list = nodes::fetch(&client).await?;
-        let hosts = list.nodes.into_iter().map(|row| row.node);
+        let hosts = list.nodes.into_iter().flat_map(|row| {
+            let services = row.services.iter();
+            let services = services.map(|service| format!("{service}.{}", row.node));
+            let names = [row.node.clone()].into_iter().chain(services);
+            names.collect::<Vec<_>>()
+        });
         // A name such as `*` would send the user's connections to all other hosts to this gateway.
         let hosts = hosts.map(|host| NodeName::parse(&host).map(|_| host));
         let hosts: Result<Vec<_>, _> = hosts.collect();

@@ -141,15 +141,18 @@ async fn login_stores_a_tested_profile_that_is_private() {
     let expected = json!({
         "client": "tester",
         "nodes": [{
-            "node": "edge-1", "connected": true, "ports": [9100], "pool": "mill", "labels": {"site": "north"},
+            "node": "edge-1", "connected": true, "ports": [9100], "services": ["bytes"], "pool": "mill",
+            "labels": {"site": "north"},
         }],
     });
     assert_eq!(listed, expected);
     let table = laptop.causeway("nodes").run().await.ok().text();
     assert!(
-        table.contains("connected") && table.contains("site=north"),
+        table.contains("connected") && table.contains("bytes") && table.contains("site=north"),
         "{table}"
     );
+    let config = laptop.causeway("ssh-config").run().await.ok().text();
+    assert!(config.starts_with("Host edge-1 bytes.edge-1\n"), "{config}");
 
     let refused = laptop.causeway(&format!("login {} --profile other --ca", laptop.address()));
     let refused = refused.args([laptop.world.root_path()]).run().await;
