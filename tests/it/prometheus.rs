@@ -1,6 +1,7 @@
 //! Prometheus of Debian finds nodes by the gateway's service discovery, and scrapes them through the gateway's proxy.
 //!
-//! Real processes. With `CAUSEWAY_TEST_FULL=1` Prometheus must also have no failed scrape of any node that stays.
+//! Real processes, also as an authenticated client of a listener with TLS. With `CAUSEWAY_TEST_FULL=1` Prometheus must also have no
+//! failed scrape of any node that stays.
 
 use crate::world::{
     app::App,
@@ -11,6 +12,7 @@ use crate::world::{
 use futures_util::future::join_all;
 use serde_json::{Value, json};
 use std::{collections::BTreeSet, fs};
+use tempfile::TempDir;
 use test_summary::unused_port;
 
 /// Listener that is a proxy and has the list of nodes, without TLS. A scrape does not wait for a lost tunnel.
@@ -170,8 +172,13 @@ async fn killed_edges_are_down_until_they_return_and_all_others_stay_up() {
 fn example(name: &str, addresses: &[(&str, &str)]) -> String {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/prometheus");
     let text = fs::read_to_string(format!("{folder}/{name}")).unwrap();
-    addresses.iter().fold(text, |text, (from, to)| {
-        assert!(text.contains(from), "{name} has no {from}");
+    replace_all(&text, addresses)
+}
+
+/// Replaces texts. Panics if one of them is not there.
+fn replace_all(text: &str, replaced: &[(&str, &str)]) -> String {
+    replaced.iter().fold(text.to_owned(), |text, (from, to)| {
+        assert!(text.contains(from), "no {from} in {text}");
         text.replace(from, to)
     })
 }
@@ -222,6 +229,13 @@ async fn the_example_scrapes_the_edges_and_their_nodes() {
         example("prometheus.yaml", &addresses)
     );
     let prometheus = Prometheus::with_config(&site, &config);
+    let url = format!("http://{}/.well-known/causeway/http_sd", site.listener);
+    let listed = Tool::curl().args([url]).run().await.ok().json();
+    let targets: Vec<_> = listed.as_array().unwrap().iter().collect();
+    let targets: Vec<_> = targets.iter().map(|group| &group["targets"]).collect();
+    let expected = ["edge-1", "edge-2"];
+    let expected = expected.map(|node| json!([format!("{node}:9100"), format!("{node}:10266")]));
+    assert_eq!(json!(targets), json!(expected), "the listener's own list");
     for (query, job) in [("causeway_edge_tunnels", "edges"), ("node_load1", "nodes")] {
         until(query, async || {
             let answer = prometheus.get("query", query).await;
@@ -234,5 +248,119 @@ async fn the_example_scrapes_the_edges_and_their_nodes() {
             nodes == ["\"edge-1\"", "\"edge-2\""].map(str::to_owned).into()
         })
         .await;
+    }
+}
+
+/// Returns the block of the page about Prometheus that contains `part`, with other texts. Panics if one of them is not there.
+fn page_block(part: &str, replaced: &[(&str, &str)]) -> String {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/howto/prometheus.md");
+    let page = fs::read_to_string(page).unwrap();
+    let mut blocks = page.split("```yaml\n").skip(1);
+    let block = blocks.find_map(|rest| {
+        let (block, _) = rest.split_once("```").unwrap();
+        block.contains(part).then(|| block.to_owned())
+    });
+    replace_all(&block.unwrap(), replaced)
+}
+
+/// Configurations of the page for a Prometheus elsewhere: the gateway's, with a policy and a file of tokens, and the jobs.
+struct Remote {
+    site: GatewayProcess,
+    tokens: TempDir,
+}
+
+impl Remote {
+    /// A gateway whose client `prometheus` has a certificate, and a token in the file `token`.
+    async fn start() -> Self {
+        let tokens = tempfile::tempdir().unwrap();
+        let file = |name: &str| tokens.path().join(name).display().to_string();
+        fs::write(file("policy.yaml"), page_block("rules:", &[])).unwrap();
+        let made = causeway("client token --name prometheus").flag("--file", file("clients"));
+        fs::write(file("token"), made.run().await.ok().stdout.trim()).unwrap();
+        let accepted = format!(
+            "names: [localhost]\n    client_auth: {{ tokens: {} }}",
+            file("clients")
+        );
+        let listeners = page_block(
+            "protocol: connect",
+            &[
+                ("0.0.0.0:10443", "127.0.0.1:0"),
+                ("names: [gw.example.com]", &accepted),
+                ("/etc/causeway/policy.yaml", &file("policy.yaml")),
+            ],
+        );
+        let site = Box::pin(GatewayProcess::with_listeners(&listeners)).await;
+        let made = causeway("client certificate --name prometheus")
+            .flag("--out", site.path(""))
+            .flag("--data-dir", site.data());
+        made.run().await.ok();
+        Self { site, tokens }
+    }
+
+    /// The page's job, and the same with the token in place of the certificate.
+    fn config(&self) -> String {
+        let port = self.site.listener.rsplit_once(':').unwrap().1;
+        let gateway = format!("localhost:{port}");
+        let path = |name: &str| self.site.path(name).display().to_string();
+        let ca = self.site.data().join("ca.pem").display().to_string();
+        let jobs = page_block(
+            ".well-known/causeway/http_sd",
+            &[
+                ("gw.example.com:10443", &gateway),
+                ("/etc/prometheus/ca.pem", &ca),
+                ("/etc/prometheus/prometheus.pem", &path("prometheus.pem")),
+                (
+                    "/etc/prometheus/prometheus-key.pem",
+                    &path("prometheus-key.pem"),
+                ),
+            ],
+        );
+        let file = self.tokens.path().join("token");
+        let token = fs::read_to_string(&file).unwrap();
+        let by_token = json!({
+            "job_name": "by token",
+            "proxy_url": format!("https://prometheus:{token}@{gateway}"),
+            "enable_http2": false,
+            "tls_config": { "ca_file": ca },
+            "http_sd_configs": [{
+                "url": format!("https://{gateway}/.well-known/causeway/http_sd?port=9100"),
+                "authorization": { "type": "Bearer", "credentials_file": file },
+                "tls_config": { "ca_file": ca },
+            }],
+            "relabel_configs": [{ "source_labels": ["__meta_causeway_node"], "target_label": "node" }],
+        });
+        format!("global: {{ scrape_interval: 1s }}\n{jobs}  - {by_token}\n")
+    }
+}
+
+/// A Prometheus that is not on the gateway's host proves its identity to the list and to the proxy, and finds only the nodes that
+/// it may reach.
+#[tokio::test]
+async fn a_remote_prometheus_scrapes_the_nodes_that_it_may_reach() {
+    need!("curl", "prometheus");
+    let app = App::saying("well 1\n").await;
+    let remote = Box::pin(Remote::start()).await;
+    let site = &remote.site;
+    let _first = site.join("edge-1", app.port()).await;
+    let _second = site.join("edge-2", app.port()).await;
+    let _hidden = site.join("other", app.port()).await;
+    let prometheus = Prometheus::with_config(site, &remote.config());
+    let expected: BTreeSet<_> = ["nodes", "by token"]
+        .into_iter()
+        .flat_map(|job| ["edge-1", "edge-2"].map(|node| (job.to_owned(), node.to_owned())))
+        .collect();
+    for query in ["well", "up"] {
+        let mut found = BTreeSet::new();
+        until(query, async || {
+            let answer = prometheus.get("query", &format!("{query} == 1")).await;
+            let series = answer["data"]["result"].as_array().into_iter().flatten();
+            let series = series.map(|series| &series["metric"]);
+            let label = |labels: &Value, name| labels[name].as_str().unwrap().to_owned();
+            let names = series.map(|labels| (label(labels, "job"), label(labels, "node")));
+            found = names.collect();
+            found.is_superset(&expected)
+        })
+        .await;
+        assert_eq!(found, expected, "{query}");
     }
 }
