@@ -1,7 +1,7 @@
 //! Prometheus of Debian finds nodes by the gateway's service discovery, and scrapes them through the gateway's proxy.
 //!
-//! Real processes, also as an authenticated client of a listener with TLS. With `CAUSEWAY_TEST_FULL=1` Prometheus must also have no
-//! failed scrape of any node that stays.
+//! Real processes, also as an authenticated client of a listener with TLS. With `CAUSEWAY_TEST_FULL=1` Prometheus must also
+//! have no failed scrape of any node that stays.
 
 use crate::world::{
     app::App,

@@ -1,10 +1,10 @@
 //! Resources of the gateway itself at `connect` listeners: the nodes that a client may reach, and the gateway's CAs.
 //!
 //! A `connect` listener serves no upstream by a path, so these paths hide none. A request for an `http://` target is meant for
-//! another host and is never served here. A request for an `https://` target is one to the gateway itself in HTTP/2, whose requests
-//! always contain scheme and authority (RFC 9113 §8.3.1); a proxy gets a CONNECT for such targets. The gateway is the origin server
-//! of these resources and no proxy: their clients authenticate by `Authorization`. A client that the listener does not admit
-//! receives only the CAs, which are public.
+//! another host and is never served here. A request for an `https://` target is one to the gateway itself in HTTP/2, whose
+//! requests always contain scheme and authority (RFC 9113 §8.3.1); a proxy gets a CONNECT for such targets. The gateway is the
+//! origin server of these resources and no proxy: their clients authenticate by `Authorization`. A client that the listener does
+//! not admit receives only the CAs, which are public.
 
 use super::{
     Proxy,
@@ -103,8 +103,8 @@ impl Proxy {
     /// Serves a resource of the gateway.
     ///
     /// # Errors
-    /// [`Reason::MethodNotAllowed`], [`Reason::Unauthenticated`], or [`Reason::DependencyUnavailable`] if the policy cannot decide
-    /// yet.
+    /// [`Reason::MethodNotAllowed`], [`Reason::Unauthenticated`], or [`Reason::DependencyUnavailable`] if the policy cannot
+    /// decide yet.
     pub(super) async fn serve_resource(
         &self,
         resource: GatewayResource,
@@ -147,8 +147,8 @@ impl Proxy {
         Ok(respond(record, "application/json", text))
     }
 
-    /// Returns the nodes of which the client may reach a port or a service, in the order of their names. Without `port`, these are
-    /// the ports and services that edges report to this gateway.
+    /// Returns the nodes of which the client may reach a port or a service, in the order of their names. Without `port`, these
+    /// are the ports and services that edges report to this gateway.
     async fn reachable_nodes(
         &self,
         from: (&ClientConnection, &ClientIdentity),
