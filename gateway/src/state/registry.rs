@@ -8,6 +8,7 @@
 //! hold.
 
 mod rank;
+mod shard;
 mod waiting;
 
 use crate::{
@@ -24,7 +25,7 @@ use causeway_tunnel::{
 };
 use rustls::pki_types::CertificateDer;
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::VecDeque,
     net::SocketAddr,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -39,6 +40,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 pub use rank::NodeRank;
+use shard::{Shard, ShardEntry};
 
 /// Tunnel to register, whose hello was answered and checked.
 #[derive(Clone, Debug)]
@@ -216,12 +218,10 @@ const MAX_IDLE_LEAVING: usize = 16;
 /// Maximum number of stored replaced instances of a node. Two or three running instances are a mistake.
 const MAX_SUPERSEDED: usize = 16;
 
-type Shard = Mutex<HashMap<NodeName, NodeTunnels>>;
-
 /// Registry of tunnels. Cheap to clone, for any thread.
 #[derive(Clone, Debug)]
 pub struct Registry {
-    shards: Arc<[Shard]>,
+    shards: Arc<[Mutex<Shard<NodeTunnels>>]>,
     workers: Workers,
     next_id: Arc<AtomicU64>,
     started_at: Instant,
@@ -275,7 +275,7 @@ impl Registry {
     /// Returns an empty registry with a shard for each worker.
     pub fn new(workers: &Workers) -> Self {
         Self {
-            shards: workers.all().map(|_| Shard::default()).collect(),
+            shards: Shard::all(workers.all().count()),
             workers: workers.clone(),
             next_id: Arc::new(AtomicU64::new(1)),
             started_at: Instant::now(),
@@ -325,7 +325,7 @@ impl Registry {
 
     /// Wakes the requests that wait for a tunnel of this node, because a peer holds it now.
     pub fn wake_waiting(&self, node: &NodeName) {
-        if let Some(entry) = self.shard(node).get_mut(node)
+        if let Some(entry) = self.shard(node).nodes.get_mut(node)
             && let Some(arrival) = entry.tunnel_registered.take()
         {
             arrival.notify_waiters();
@@ -334,13 +334,12 @@ impl Registry {
 
     /// Records that a peer no longer holds this node. Requests then wait for the node as after the loss of an own tunnel.
     pub fn record_left_peer(&self, node: &NodeName, gateway: &Arc<str>) {
-        let mut shard = self.shard(node);
-        shard.entry(node.clone()).or_default().left_peer = Some((EndTime::now(), gateway.clone()));
+        self.shard(node).entry(node).left_peer = Some((EndTime::now(), gateway.clone()));
     }
 
     /// Returns the state of a node that this gateway holds.
     pub fn held_state(&self, node: &NodeName) -> Option<HeldState> {
-        self.shard(node).get(node)?.held_state()
+        self.shard(node).nodes.get(node)?.held_state()
     }
 
     /// Returns all nodes that this gateway holds. Locks one shard at a time.
@@ -349,6 +348,7 @@ impl Registry {
         for shard in self.shards.iter() {
             let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
             let nodes = shard
+                .nodes
                 .iter()
                 .filter_map(|(node, entry)| Some((node.clone(), entry.held_state()?)));
             held.extend(nodes);
@@ -358,8 +358,7 @@ impl Registry {
 
     /// Returns the memory budget that all tunnels of a node share, registered or not.
     pub fn node_budget(&self, node: &NodeName) -> Arc<NodeBudget> {
-        let mut shard = self.shard(node);
-        shard.entry(node.clone()).or_default().node_budget.clone()
+        self.shard(node).entry(node).node_budget.clone()
     }
 
     /// Registers a tunnel. Returns the tunnels that it replaces, whose edges must be notified and which must be closed.
@@ -382,7 +381,7 @@ impl Registry {
         new_tunnel: NewTunnel,
     ) -> Result<(TunnelId, Vec<ReplacedTunnel>), RegisterError> {
         let mut shard = self.shard(node);
-        let entry = shard.entry(node.clone()).or_default();
+        let entry = shard.entry(node);
         let instance = new_tunnel.hello.instance.clone();
         let successor = entry
             .tunnels
@@ -417,7 +416,7 @@ impl Registry {
     /// Records that a tunnel's edge has announced that it leaves.
     pub fn mark_leaving(&self, node: &NodeName, id: TunnelId) {
         let mut shard = self.shard(node);
-        let tunnels = shard.get_mut(node).map(|entry| &mut entry.tunnels);
+        let tunnels = shard.nodes.get_mut(node).map(|entry| &mut entry.tunnels);
         let mut tunnels = tunnels.into_iter().flatten();
         let is_new = tunnels
             .find(|edge| edge.id == id)
@@ -431,7 +430,7 @@ impl Registry {
     /// Removes a tunnel, if it is registered. Returns whether it was.
     pub fn unregister(&self, node: &NodeName, id: TunnelId) -> bool {
         let mut shard = self.shard(node);
-        let Some(entry) = shard.get_mut(node) else {
+        let Some(entry) = shard.nodes.get_mut(node) else {
             return false;
         };
         let Some(at) = entry.tunnels.iter().position(|edge| edge.id == id) else {
@@ -472,13 +471,12 @@ impl Registry {
     /// Returns the ports of a node whose health checks fail, as the edge reports them to this gateway.
     pub fn unhealthy_ports(&self, node: &NodeName) -> Vec<u16> {
         let shard = self.shard(node);
-        let entry = shard.get(node);
+        let entry = shard.nodes.get(node);
         entry.map(NodeTunnels::unhealthy_ports).unwrap_or_default()
     }
 
     fn streams_of(&self, node: &NodeName) -> Arc<AtomicUsize> {
-        let mut shard = self.shard(node);
-        shard.entry(node.clone()).or_default().streams.clone()
+        self.shard(node).entry(node).streams.clone()
     }
 
     /// Selects the best open tunnel of this gateway for a new stream: not draining before draining, one that answers before one that
@@ -492,7 +490,7 @@ impl Registry {
     ) -> Result<(SelectedTunnel, bool), NodeUnavailable> {
         let now = Instant::now();
         let shard = self.shard(node);
-        let entry = shard.get(node).ok_or(NodeUnavailable::NeverSeen)?;
+        let entry = shard.nodes.get(node).ok_or(NodeUnavailable::NeverSeen)?;
         let best = entry
             .tunnels
             .iter()
@@ -536,6 +534,7 @@ impl Registry {
     /// Whether any tunnel of this node is registered.
     pub fn has_tunnel(&self, node: &NodeName) -> bool {
         self.shard(node)
+            .nodes
             .get(node)
             .is_some_and(|entry| !entry.tunnels.is_empty())
     }
@@ -545,7 +544,7 @@ impl Registry {
         &self,
         node: &NodeName,
     ) -> (Vec<TunnelInfo>, Option<(SystemTime, SocketAddr)>) {
-        match self.shard(node).get(node) {
+        match self.shard(node).nodes.get(node) {
             Some(entry) => {
                 let last_seen = entry.last_seen;
                 let last_seen = last_seen.map(|(end, address)| (end.wall_clock, address));
@@ -566,7 +565,7 @@ impl Registry {
     pub fn for_each_tunnel(&self, mut visit: impl FnMut(&NodeName, &TunnelInfo)) {
         for shard in self.shards.iter() {
             let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
-            for (node, entry) in shard.iter() {
+            for (node, entry) in &shard.nodes {
                 entry.tunnels.iter().for_each(|edge| visit(node, edge));
             }
         }
@@ -574,9 +573,10 @@ impl Registry {
 
     /// Returns the number of nodes with a tunnel. Locks one shard at a time.
     pub fn connected_nodes(&self) -> usize {
-        let count = |shard: &Shard| {
+        let count = |shard: &Mutex<Shard<NodeTunnels>>| {
             let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
             shard
+                .nodes
                 .values()
                 .filter(|entry| !entry.tunnels.is_empty())
                 .count()
@@ -589,10 +589,25 @@ impl Registry {
         self.workers.worker_of(node)
     }
 
-    fn shard(&self, node: &NodeName) -> MutexGuard<'_, HashMap<NodeName, NodeTunnels>> {
+    fn shard(&self, node: &NodeName) -> MutexGuard<'_, Shard<NodeTunnels>> {
         self.shards[self.workers.worker_of(node).0]
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ShardEntry for NodeTunnels {
+    fn is_in_use(&self) -> bool {
+        let awaited = self.tunnel_registered.as_ref();
+        !self.tunnels.is_empty()
+            || Arc::strong_count(&self.streams) > 1
+            || Arc::strong_count(&self.node_budget) > 1
+            || awaited.is_some_and(|notify| Arc::strong_count(notify) > 1)
+    }
+
+    fn away_since(&self) -> Option<Instant> {
+        let own = self.last_seen.map(|(end, _)| end.instant);
+        own.max(self.left_peer.as_ref().map(|(end, _)| end.instant))
     }
 }
 

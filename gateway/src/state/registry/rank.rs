@@ -54,7 +54,7 @@ impl Registry {
             },
         };
         let shard = self.shard(node);
-        let entry = shard.get(node);
+        let entry = shard.nodes.get(node);
         let unhealthy_ports = unhealthy_ports.or_else(|| entry.map(NodeTunnels::unhealthy_ports));
         let streams = entry.map(|entry| entry.streams.load(Relaxed));
         Some(NodeRank {

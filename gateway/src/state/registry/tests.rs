@@ -1,4 +1,4 @@
-use super::*;
+use super::{shard::MAX_AWAY, *};
 use crate::state::directory::{PeerLink, PeerRefusal, REFUSAL_TIME};
 use causeway_rt::{socket::CountedIo, task::TaskGroup};
 use causeway_tunnel::{
@@ -176,7 +176,7 @@ async fn endless_replacement_of_processes_does_not_grow_the_registry() {
         world.register(&number.to_string(), 0).await.unwrap();
     }
     let shard = world.registry.shard(&node());
-    assert_eq!(shard[&node()].superseded.len(), MAX_SUPERSEDED);
+    assert_eq!(shard.nodes[&node()].superseded.len(), MAX_SUPERSEDED);
 }
 
 #[tokio::test]
@@ -545,4 +545,35 @@ async fn the_wait_for_a_node_does_not_depend_on_the_wall_clock() {
         };
         assert_eq!(ended_at.elapsed(), long);
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn nodes_that_were_away_for_longest_are_forgotten() {
+    let world = World::new();
+    let (registry, gateway) = (&world.registry, "near.test:1".into());
+    let node = |number: usize| NodeName::parse(&format!("edge-{number}")).unwrap();
+    let known = |number: usize| {
+        let shard = registry.shard(&node(number));
+        shard.nodes.contains_key(&node(number))
+    };
+    world.register_node(&node(0)).await;
+    let streams = registry.streams_of(&node(1));
+    let waiting = node(2);
+    let mut waits = pin!(registry.select_tunnel_within(&waiting, Duration::from_hours(1)));
+    assert!(waits.as_mut().now_or_never().is_none());
+    for number in 3..2 * MAX_AWAY {
+        registry.record_left_peer(&node(number), &gateway);
+        tokio::time::advance(Duration::from_millis(1)).await;
+    }
+    let total: usize = registry
+        .shards
+        .iter()
+        .map(|shard| shard.lock().unwrap().nodes.len())
+        .sum();
+    assert!(total <= MAX_AWAY + 3, "{total}");
+    assert!(known(0) && known(1) && known(2) && known(2 * MAX_AWAY - 1));
+    assert!(!known(3));
+    drop(streams);
+    world.register_node(&node(2)).await;
+    assert!(waits.await.is_ok());
 }

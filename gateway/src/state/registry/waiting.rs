@@ -81,7 +81,7 @@ impl Registry {
         loop {
             let notify = {
                 let mut shard = self.shard(node);
-                let entry = shard.entry(node.clone()).or_default();
+                let entry = shard.entry(node);
                 entry.tunnel_registered.get_or_insert_default().clone()
             };
             let mut notified = pin!(notify.notified());
