@@ -535,15 +535,18 @@ async fn open_listeners(
     let redirects = redirects.as_ref();
     // No other process deletes tracked connections from then on.
     let _in_charge = redirects.map(|redirects| redirects.serving.clone().drop_guard());
+    let registry = &parts.shared.registry;
     let Some(predecessor) = predecessor else {
+        registry.record_serving();
         parts.listeners.open();
         return readiness.set_ready();
     };
     // Clients are served, by the predecessor until this process is.
     readiness.set_ready();
     let nodes = parts.authority.node_sync.nodes.reader();
-    let complete = predecessor.wait_until_complete(&parts.shared.registry, &nodes, redirects);
+    let complete = predecessor.wait_until_complete(registry, &nodes, redirects);
     stop.run_until_cancelled(complete).await;
+    registry.record_serving();
     parts.listeners.open();
     predecessor.report_serving().await;
     startup_hold::forget_connected_nodes(store).await;

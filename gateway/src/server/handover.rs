@@ -39,12 +39,12 @@ use std::{
     },
     path::PathBuf,
     sync::Arc,
-    time::{Duration, Instant},
+    time::Duration,
 };
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines},
     task::spawn_blocking,
-    time::{sleep, timeout},
+    time::{Instant, sleep, timeout},
 };
 use tokio_util::sync::CancellationToken;
 
@@ -60,8 +60,10 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 const WAITING_REQUESTS_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time to wait for a running process to stop accepting, longer than it waits for edges and enrolments.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(20);
-/// Maximum time to wait for edges, which are served by the running process meanwhile.
+/// Maximum time to wait for the next edge, while all edges are served by the running process.
 const EDGES_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum time to wait for all edges, shorter than [`BIND_TIMEOUT`]: 20,000 edges need about 10 s.
+const ALL_EDGES_TIMEOUT: Duration = Duration::from_secs(45);
 /// Interval of checks for edges, and of checks for changes of the data directory.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval of checks for waiting requests, shorter than the time between two edges that are replaced one after the other.
@@ -207,7 +209,8 @@ impl Predecessor {
 
 impl ReleasedPredecessor {
     /// Waits until the edges of the predecessor have connected, the nodes of the cluster are loaded, and `redirects` lead to
-    /// them, at most [`EDGES_TIMEOUT`]. Revoked nodes are not awaited.
+    /// them. Gives up if no further edge connects for [`EDGES_TIMEOUT`], or after [`ALL_EDGES_TIMEOUT`]. Revoked nodes are not
+    /// awaited.
     pub(super) async fn wait_until_complete(
         &self,
         registry: &Registry,
@@ -219,17 +222,22 @@ impl ReleasedPredecessor {
             let is_admitted = |node: &&NodeName| nodes.revocation_reason(node).is_none();
             missing.filter(is_admitted).count()
         };
-        let connected = async {
-            while missing() > 0 || nodes.pending_reason().is_some() {
-                sleep(POLL_INTERVAL).await;
+        // The rules of the predecessor end when this process serves clients.
+        let is_redirected = || redirects.is_none_or(|redirects| redirects.complete.is_cancelled());
+        let last_end = Instant::now() + ALL_EDGES_TIMEOUT;
+        let (mut fewest, mut end) = (usize::MAX, last_end);
+        loop {
+            let (missing, now) = (missing(), Instant::now());
+            if missing == 0 && nodes.pending_reason().is_none() && is_redirected() {
+                return;
             }
-            // The rules of the predecessor end when this process serves clients.
-            if let Some(redirects) = redirects {
-                redirects.complete.cancelled().await;
+            if missing < fewest {
+                (fewest, end) = (missing, last_end.min(now + EDGES_TIMEOUT));
             }
-        };
-        if timeout(EDGES_TIMEOUT, connected).await.is_ok() {
-            return;
+            if now >= end {
+                break;
+            }
+            sleep(POLL_INTERVAL).await;
         }
         if let Some(reason) = nodes.pending_reason() {
             tracing::warn!(%reason, "taking over without the nodes of the cluster");
@@ -431,7 +439,7 @@ impl HandoverServer {
             }
         };
         // The edges serve this process until it closes their tunnels.
-        let announced = drain::announce_drain(registry, self.grace + EDGES_TIMEOUT, true);
+        let announced = drain::announce_drain(registry, self.grace + ALL_EDGES_TIMEOUT, true);
         let (serving, ()) = tokio::join!(serving, announced);
         serving?;
         tracing::info!("another process serves clients now");
@@ -560,5 +568,65 @@ impl Drop for SocketFile {
             // A leftover socket does no harm; the next process replaces it.
             let _ = std::fs::remove_file(&self.0);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::state::{
+        NodesWriter,
+        registry::{NodeUnavailable, tests::World},
+    };
+
+    fn node(number: usize) -> NodeName {
+        NodeName::parse(&format!("edge-{number}")).unwrap()
+    }
+
+    fn predecessor(nodes: usize) -> (ReleasedPredecessor, tokio::net::UnixStream) {
+        let (stream, other) = tokio::net::UnixStream::pair().unwrap();
+        let nodes = (0..nodes).map(node).collect();
+        (ReleasedPredecessor { stream, nodes }, other)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_successor_waits_while_further_edges_connect() {
+        let (predecessor, _stream) = predecessor(4);
+        let (world, nodes) = (World::new(), NodesWriter::default().reader());
+        let began = Instant::now();
+        let arriving = async {
+            for number in 0..4 {
+                sleep(EDGES_TIMEOUT.saturating_sub(POLL_INTERVAL)).await;
+                world.register_node(&node(number)).await;
+            }
+        };
+        let waiting = predecessor.wait_until_complete(&world.registry, &nodes, None);
+        tokio::join!(arriving, waiting);
+        let waited = began.elapsed();
+        let arrived = 4 * EDGES_TIMEOUT.saturating_sub(POLL_INTERVAL);
+        assert!((arrived..arrived + 3 * POLL_INTERVAL).contains(&waited));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_successor_awaits_edges_that_were_late_for_the_takeover() {
+        let (predecessor, _stream) = predecessor(1);
+        let (world, nodes) = (World::new(), NodesWriter::default().reader());
+        let registry = &world.registry;
+        let began = Instant::now();
+        (predecessor.wait_until_complete(registry, &nodes, None)).await;
+        assert!(began.elapsed() >= EDGES_TIMEOUT);
+        registry.record_serving();
+        let limit = Duration::from_secs(5);
+        let (node, began) = (node(0), Instant::now());
+        let arriving = async {
+            sleep(limit / 2).await;
+            world.register_node(&node).await;
+        };
+        let (selected, ()) = tokio::join!(registry.select_tunnel_within(&node, limit), arriving);
+        assert!(selected.is_ok());
+        assert!(began.elapsed() < limit);
+        sleep(limit).await;
+        let other = registry.select_tunnel_within(&self::node(1), limit).await;
+        assert_eq!(other.unwrap_err(), NodeUnavailable::NeverSeen);
     }
 }

@@ -28,7 +28,7 @@ use std::{
     collections::VecDeque,
     net::SocketAddr,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed},
     },
     time::{Duration, SystemTime},
@@ -224,6 +224,8 @@ pub struct Registry {
     shards: Arc<[Mutex<Shard<NodeTunnels>>]>,
     workers: Workers,
     next_id: Arc<AtomicU64>,
+    /// Time at which this gateway began to serve clients, if it has.
+    serving_since: Arc<OnceLock<Instant>>,
     started_at: Instant,
     wait_permits: Arc<Semaphore>,
     /// Cancelled when the gateway drains.
@@ -278,6 +280,7 @@ impl Registry {
             shards: Shard::all(workers.all().count()),
             workers: workers.clone(),
             next_id: Arc::new(AtomicU64::new(1)),
+            serving_since: Arc::default(),
             started_at: Instant::now(),
             wait_permits: Arc::new(Semaphore::new(MAX_WAITING_REQUESTS)),
             drain_token: CancellationToken::new(),

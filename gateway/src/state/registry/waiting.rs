@@ -3,12 +3,12 @@
 use super::{MAX_WAITING_REQUESTS, NodeUnavailable, Registry, SelectedTunnel, WaitPermit};
 use causeway_certs::NodeName;
 use std::{pin::pin, sync::atomic::Ordering::Relaxed, time::Duration};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 impl Registry {
     /// Selects a tunnel like [`Registry::select_tunnel`]. If the node's last tunnel ended less than `wait_limit` ago, waits for a
-    /// new tunnel until `wait_limit` is over. Any node is awaited for that time after the start of this gateway, because its edge
-    /// is probably dialling. A gateway that drains waits only for other gateways, which the edges can reach.
+    /// new tunnel until `wait_limit` is over. Any node is awaited for that time after this gateway has begun to serve clients,
+    /// because its edge is probably dialling. A gateway that drains waits only for other gateways, which the edges can reach.
     ///
     /// # Errors
     /// The reason why no tunnel can be selected.
@@ -27,6 +27,11 @@ impl Registry {
             },
             selected => selected,
         }
+    }
+
+    /// Records that this gateway begins to serve clients. After a takeover, edges may still be connected to its predecessor.
+    pub fn record_serving(&self) {
+        self.serving_since.get_or_init(Instant::now);
     }
 
     /// Returns the permit of one request to wait for tunnels; `None` if too many requests wait.
@@ -51,7 +56,10 @@ impl Registry {
         let offline_for = match unavailable {
             NodeUnavailable::LastSeen { ended_at, .. }
             | NodeUnavailable::LeftPeer { ended_at, .. } => ended_at.elapsed(),
-            NodeUnavailable::NeverSeen => self.started_at.elapsed(),
+            NodeUnavailable::NeverSeen => {
+                let serving_since = self.serving_since.get();
+                serving_since.unwrap_or(&self.started_at).elapsed()
+            }
             NodeUnavailable::Draining => Duration::ZERO,
             NodeUnavailable::Suspect { .. } => return Err(unavailable),
         };
