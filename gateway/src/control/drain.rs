@@ -201,14 +201,15 @@ pub async fn drain(
     }
     // A tunnel whose last stream has ended is closed at once, so that an edge that knows no other gateway dials again.
     poll_until(end, || {
-        let (busy, idle): (Vec<_>, Vec<_>) = registry
-            .all()
-            .into_iter()
-            .partition(|(_, edge)| edge.streams() > 0);
-        for (_, edge) in idle {
-            edge.tunnel.tunnel.close();
-        }
-        busy.is_empty() && !registry.has_waiting_requests()
+        let mut is_busy = registry.has_waiting_requests();
+        registry.for_each_tunnel(|_, edge| {
+            if edge.streams() > 0 {
+                is_busy = true;
+            } else {
+                edge.tunnel.tunnel.close();
+            }
+        });
+        !is_busy
     })
     .await;
     let remaining = registry.all();
@@ -233,10 +234,7 @@ async fn wait_for_edges(
         announce_drain(registry, grace, false).await;
         // Edges have half of the time to connect to other gateways; open streams continue and may use the rest.
         let half = end - grace / 2;
-        poll_until(half, || {
-            registry.all().iter().all(|(_, edge)| is_leaving(edge))
-        })
-        .await;
+        poll_until(half, || !has_tunnel(registry, |edge| !is_leaving(edge))).await;
     };
     tokio::join!(edges_leaving, sleep(MIN_LISTENERS_OPEN.min(grace / 4)));
     wait_for_remaining_edges(registry, egress, (end, grace)).await
@@ -252,25 +250,22 @@ async fn wait_for_remaining_edges(
     let settle_age = STREAM_SETTLE_AGE.min(grace / 8);
     let last_check = end - LATE_REQUEST_WAIT.min(grace / 8);
     let egress_end = end - grace + EGRESS_WAIT.min(grace / 4);
-    let tunnels = || registry.all().into_iter().map(|(_, edge)| edge);
-    let stays_any = || tunnels().any(|edge| !edge.is_leaving());
+    let stays_any = || has_tunnel(registry, |edge| !edge.is_leaving());
     if !stays_any() {
         return end;
     }
-    for edge in tunnels() {
-        // An idle connection between two requests does not count as an open stream.
-        edge.tunnel.tunnel.leave();
-    }
+    // An idle connection between two requests does not count as an open stream.
+    registry.for_each_tunnel(|_, edge| edge.tunnel.tunnel.leave());
     tracing::info!("edges have no other gateway: listeners stay open until all streams have ended");
     // Visits every tunnel, because `rotate_generation` has to run for each one. All streams of edges that leave count: they have all
     // the time, and edges that stay are served meanwhile.
     let has_lasting_streams = || {
-        let lasting_tunnels = tunnels().filter(|edge| {
+        let has_lasting_tunnel = has_tunnel(registry, |edge| {
             let is_settled = edge.tunnel.tunnel.load().rotate_generation();
             !is_settled || (edge.is_leaving() && edge.streams() > 0)
         });
         let has_egress = Instant::now() < egress_end && egress.all_open_connections() > 0;
-        lasting_tunnels.count() > 0 || has_egress
+        has_lasting_tunnel || has_egress
     };
     has_lasting_streams();
     loop {
@@ -325,8 +320,14 @@ async fn poll_until(deadline: Instant, is_done: impl Fn() -> bool) {
 
 /// Whether there are edges, and all of them leave: they are connected to other gateways, or stop.
 fn have_all_left(registry: &Registry) -> bool {
-    let edges = registry.all();
-    !edges.is_empty() && edges.iter().all(|(_, edge)| edge.is_leaving())
+    registry.connected_nodes() > 0 && !has_tunnel(registry, |edge| !edge.is_leaving())
+}
+
+/// Whether a predicate is true for a tunnel. Evaluates it for each one. No tunnel is copied, because a drain asks often.
+fn has_tunnel(registry: &Registry, predicate: impl Fn(&TunnelInfo) -> bool) -> bool {
+    let mut is_found = false;
+    registry.for_each_tunnel(|_, edge| is_found |= predicate(edge));
+    is_found
 }
 
 fn is_leaving(edge: &TunnelInfo) -> bool {
