@@ -43,7 +43,7 @@ use causeway_rt::{connection_limit::ConnectionLimit, task::TaskGroup};
 use join::{JoinAttempt, KnownTokens, PendingJoin};
 use rate_limit::JoinRateLimiter;
 use serde::{Deserialize, Serialize};
-use std::{borrow::Cow, sync::Arc, time::Duration};
+use std::{borrow::Cow, net::IpAddr, sync::Arc, time::Duration};
 use tokio::{sync::Mutex, time::timeout};
 use tower_http::{limit::RequestBodyLimitLayer, timeout::TimeoutLayer, trace::TraceLayer};
 use tracing::{error, info, warn};
@@ -257,11 +257,13 @@ impl HandlerState {
         join: JoinRequest,
     ) -> Result<JoinResponse, ProblemDetails> {
         let parsed = JoinToken::parse(&join.token).ok();
-        let token_id = parsed.map(|token| token.id).unwrap_or_default();
-        if let Some(wait) = peer
-            .address
-            .and_then(|address| self.rate_limiter.retry_after(address, &token_id))
-        {
+        let token_id = parsed.as_ref().map(|token| token.id.clone());
+        let token_id = token_id.unwrap_or_default();
+        let wait = match peer.address {
+            Some(address) => self.retry_join_after(address, parsed).await,
+            None => None,
+        };
+        if let Some(wait) = wait {
             let mut problem = problem(
                 StatusCode::TOO_MANY_REQUESTS,
                 "too_many_attempts",
@@ -286,6 +288,25 @@ impl HandlerState {
             }
         }
         enrolled
+    }
+
+    /// Returns the number of seconds until a join from this address with this token may be tried again, if it is limited now.
+    async fn retry_join_after(
+        self: &Arc<Self>,
+        address: IpAddr,
+        token: Option<JoinToken>,
+    ) -> Option<u16> {
+        let token_id = token.as_ref().map_or("", |token| &token.id);
+        let wait = self.rate_limiter.retry_token_after(address, token_id);
+        if wait.is_some() {
+            return wait;
+        }
+        let wait = self.rate_limiter.retry_after(address)?;
+        let Some(token) = token else {
+            return Some(wait);
+        };
+        let is_known = move |state: &Self, ()| state.is_known_token(&token);
+        (!self.on_disk((), is_known).await).then_some(wait)
     }
 
     async fn enrol_once(

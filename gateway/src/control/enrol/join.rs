@@ -184,7 +184,7 @@ impl HandlerState {
     }
 
     /// Runs work that blocks on the disk. Returns nothing if the process ends: the responders of the joins are then dropped.
-    async fn on_disk<J: Send + 'static, T: Default + Send + 'static>(
+    pub(super) async fn on_disk<J: Send + 'static, T: Default + Send + 'static>(
         self: &Arc<Self>,
         joins: J,
         work: impl FnOnce(&Self, J) -> T + Send + 'static,
@@ -201,6 +201,12 @@ impl HandlerState {
         let records = records.map_err(|error| internal_problem(&error))?;
         let known = TokenStore::check_known(&records, token, key, UnixTime::now());
         known.map(drop).map_err(|why| token_problem(&why))
+    }
+
+    /// Whether this gateway knows a token with this secret, valid or not. Blocks on the disk.
+    pub(super) fn is_known_token(&self, token: &JoinToken) -> bool {
+        let records = (self.known_tokens).read(&self.enrolment.store, &self.tokens());
+        records.is_ok_and(|records| TokenStore::nodes_of(&records, token).is_ok())
     }
 
     fn check_joins_and_redeem(&self, joins: Vec<PendingJoin>) -> Vec<(Applicant, TokenRecord)> {

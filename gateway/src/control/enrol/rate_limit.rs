@@ -4,8 +4,10 @@
 //! shared state, and out of the log. Many edges share the address of their NAT or of a load balancer, so a few refused tokens are
 //! free. The same token counts once: an edge presents it repeatedly while it searches for the gateway that accepts it.
 //!
-//! Edges that were not reconfigured go on to present tokens that are used, expired or revoked. Such a token limits only itself, so
-//! that several of these edges do not keep the other edges of their address out.
+//! A token whose secret the gateway knows is limited only by its own refusals, whatever else comes from its address. So neither
+//! wrong tokens nor those of edges that were not reconfigured, which are used, expired or revoked, keep the other edges of their
+//! address out. That a token is known is decided from the tokens in memory, in the same way for each token, after hashing its
+//! secret, so it takes as long for a wrong secret as for the right one.
 //!
 //! The table is bounded; when it is full, the entry that was idle longest is removed.
 
@@ -50,20 +52,26 @@ pub(super) struct JoinRateLimiter {
 }
 
 impl JoinRateLimiter {
-    /// Returns the number of seconds until an address may try again with the token with this id, if it is limited now.
-    pub(super) fn retry_after(&self, address: IpAddr, token_id: &str) -> Option<u16> {
-        let token = Source::Token(address, self.hasher.hash_one(token_id));
+    /// Returns the number of seconds until an address may try again with a token that the gateway does not know, if it is limited
+    /// now.
+    pub(super) fn retry_after(&self, address: IpAddr) -> Option<u16> {
+        self.seconds_left(Source::Address(address))
+    }
+
+    /// Returns the number of seconds until an address may try again with the token with this id, if that token is limited now.
+    pub(super) fn retry_token_after(&self, address: IpAddr, token_id: &str) -> Option<u16> {
+        self.seconds_left(Source::Token(address, self.hasher.hash_one(token_id)))
+    }
+
+    fn seconds_left(&self, source: Source) -> Option<u16> {
         let attempts = self.attempts.lock().unwrap_or_else(PoisonError::into_inner);
-        let left = [Source::Address(address), token].map(|source| {
-            let entry = attempts.get(&source)?;
-            let used = match source {
-                Source::Address(_) => entry.tokens.len(),
-                Source::Token(..) => entry.count,
-            };
-            let left = FORGET_AFTER.checked_sub(entry.last_attempt.elapsed());
-            left.filter(|_| used >= FREE_ATTEMPTS)
-        });
-        let left = left.into_iter().flatten().max()?;
+        let entry = attempts.get(&source)?;
+        let used = match source {
+            Source::Address(_) => entry.tokens.len(),
+            Source::Token(..) => entry.count,
+        };
+        let left = FORGET_AFTER.checked_sub(entry.last_attempt.elapsed());
+        let left = left.filter(|_| used >= FREE_ATTEMPTS)?;
         u16::try_from(left.as_secs().max(1)).ok()
     }
 
@@ -113,19 +121,15 @@ mod tests {
         let strangers = JoinRateLimiter::default();
         let (one, other) = (IpAddr::from([192, 0, 2, 1]), IpAddr::from([192, 0, 2, 2]));
         for token in ["a", "b", "c", "d", "a", "d", "e"] {
-            assert_eq!(strangers.retry_after(one, ""), None, "{token}");
+            assert_eq!(strangers.retry_after(one), None, "{token}");
             strangers.record_failure(one, token);
         }
-        assert_eq!(strangers.retry_after(one, ""), Some(60));
-        assert_eq!(strangers.retry_after(other, ""), None);
+        assert_eq!(strangers.retry_after(one), Some(60));
+        assert_eq!(strangers.retry_after(other), None);
         tokio::time::advance(FORGET_AFTER + Duration::from_secs(1)).await;
-        assert_eq!(strangers.retry_after(one, ""), None);
+        assert_eq!(strangers.retry_after(one), None);
         strangers.record_failure(one, "a");
-        assert_eq!(
-            strangers.retry_after(one, ""),
-            None,
-            "the count starts again"
-        );
+        assert_eq!(strangers.retry_after(one), None, "the count starts again");
     }
 
     #[tokio::test(start_paused = true)]
@@ -135,16 +139,17 @@ mod tests {
         for token in 0..100 {
             limiter.record_invalid_token(one, &token.to_string());
         }
-        assert_eq!(limiter.retry_after(one, "0"), None);
+        assert_eq!(limiter.retry_after(one), None);
+        assert_eq!(limiter.retry_token_after(one, "0"), None);
         for _ in 1..FREE_ATTEMPTS {
-            assert_eq!(limiter.retry_after(one, "0"), None);
+            assert_eq!(limiter.retry_token_after(one, "0"), None);
             limiter.record_invalid_token(one, "0");
         }
-        assert_eq!(limiter.retry_after(one, "0"), Some(60));
-        assert_eq!(limiter.retry_after(one, "1"), None);
-        assert_eq!(limiter.retry_after(other, "0"), None);
+        assert_eq!(limiter.retry_token_after(one, "0"), Some(60));
+        assert_eq!(limiter.retry_token_after(one, "1"), None);
+        assert_eq!(limiter.retry_token_after(other, "0"), None);
         tokio::time::advance(FORGET_AFTER + Duration::from_secs(1)).await;
-        assert_eq!(limiter.retry_after(one, "0"), None);
+        assert_eq!(limiter.retry_token_after(one, "0"), None);
     }
 
     #[test]

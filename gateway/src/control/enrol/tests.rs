@@ -429,6 +429,16 @@ async fn wrong_tokens_without_end_are_put_off() {
         last = counter.refused(&forged, "edge-1").await;
     }
     assert_eq!(last, (429, "too_many_attempts".to_owned()));
+    // A wrong secret of a token that exists is put off, too.
+    let other = counter.token("edge-2", Duration::from_hours(1));
+    let [token_parts, other_parts] = [&token, &other].map(|token| token.split('.'));
+    let mut parts: Vec<_> = token_parts.collect();
+    parts[2] = other_parts.collect::<Vec<_>>()[2];
+    let refused = counter.refused(&parts.join("."), "edge-1").await;
+    assert_eq!(refused, (429, "too_many_attempts".to_owned()));
+    // The machines with wrong tokens do not keep this one out, which has the same address.
+    let joined = counter.join(&token, None, &counter.csr()).await;
+    assert_eq!(joined.0, 200, "{}", joined.1);
 }
 
 #[tokio::test]
