@@ -143,6 +143,8 @@ fn print_schema(side: ConfigKind) -> anyhow::Result<()> {
     output::write(format_args!("{text}"))
 }
 
+/// Exit code of a process whose arguments or configuration are invalid.
+const EXIT_USAGE: u8 = 2;
 /// `EX_CONFIG` of `sysexits.h`, which systemd shows as `CONFIG`.
 const EXIT_CONFIG: u8 = 78;
 
@@ -153,7 +155,7 @@ pub(crate) fn report(error: &anyhow::Error, format: LogFormat) -> Option<ExitCod
         for fault in &rejected.faults {
             telemetry::report_error(rejected.format, fault);
         }
-        return Some(ExitCode::from(2));
+        return Some(ExitCode::from(EXIT_USAGE));
     }
     if let Some(child) = error.downcast_ref::<supervise::ChildFailed>() {
         // The child has already logged its failure: its reason stays the last line of the log.

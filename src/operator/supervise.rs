@@ -4,6 +4,9 @@
 //! restart does not wait for the open streams of the gateway: after SIGTERM this process ends as soon as the child reports that it
 //! stops, and the child drains beside its successor, which takes over its sockets. The unit needs `KillMode=process`.
 //!
+//! A gateway that has run for a while is started again at once, and one that cannot start is tried again after
+//! [`MIN_RESTART_INTERVAL`]. The delay is here, because systemd delays longer after repeated failures only since version 254.
+//!
 //! Messages of the child (`sd_notify(3)`) are passed on, because only those of the main process count.
 
 use std::process::ExitStatus;
@@ -16,16 +19,19 @@ use tempfile::TempDir;
 use tokio::net::UnixDatagram;
 use tokio::process::{Child, Command};
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep_until, timeout};
 
 use crate::cli::operator as cli;
 use crate::operator::systemd::NOTIFY_SOCKET;
+use crate::operator::{EXIT_CONFIG, EXIT_USAGE};
 
 /// Maximum length of a message to the service manager, in bytes.
 const MAX_MESSAGE: usize = 4096;
 /// Time in which a child reports that it stops. With `KillMode=process` the service manager never kills a child that hangs, and
 /// its successor could not take over from it.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+/// Minimum time between the starts of a process that fails.
+const MIN_RESTART_INTERVAL: Duration = Duration::from_secs(5);
 /// Line with which a process reports that it stops.
 const STOPPING: &[u8] = b"STOPPING=1";
 
@@ -38,6 +44,11 @@ impl ChildFailed {
     /// Returns the exit code of a child that has logged its failure. Returns `None` after a signal.
     pub(crate) fn exit_code(&self) -> Option<u8> {
         self.0.code()?.try_into().ok()
+    }
+
+    /// Whether another attempt may succeed.
+    fn may_be_restarted(&self) -> bool {
+        !matches!(self.exit_code(), Some(EXIT_USAGE | EXIT_CONFIG))
     }
 }
 
@@ -55,12 +66,16 @@ pub(crate) async fn run(args: cli::Supervise) -> anyhow::Result<()> {
     let mut command = Command::new(program);
     command.args(&args.command).env_remove("WATCHDOG_PID");
     command.env(NOTIFY_SOCKET, relay.path());
+    let next_start = Instant::now() + MIN_RESTART_INTERVAL;
     let mut child = command.spawn().context("cannot start the process")?;
-    loop {
+    let failed = loop {
         tokio::select! {
             status = child.wait() => {
                 let status = status.context("cannot wait for the process")?;
-                return if status.success() { Ok(()) } else { Err(ChildFailed(status).into()) };
+                if status.success() {
+                    return Ok(());
+                }
+                break ChildFailed(status);
             }
             _ = terminate.recv() => return stop(&mut child, &relay).await,
             _ = interrupt.recv() => return stop(&mut child, &relay).await,
@@ -71,7 +86,16 @@ pub(crate) async fn run(args: cli::Supervise) -> anyhow::Result<()> {
             }
             _ = relay.pass_on() => {}
         }
+    };
+    if failed.may_be_restarted() {
+        tokio::select! {
+            () = sleep_until(next_start) => {}
+            _ = abort.recv() => {}
+            _ = terminate.recv() => return Ok(()),
+            _ = interrupt.recv() => return Ok(()),
+        }
     }
+    Err(failed.into())
 }
 
 /// Stops the child. Returns when it has ended or reports that it stops. Kills a child that does neither.

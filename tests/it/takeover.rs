@@ -344,6 +344,26 @@ async fn a_supervised_process_that_cannot_start_has_the_last_line_and_the_exit_c
 }
 
 #[tokio::test]
+async fn a_supervised_process_that_fails_at_once_is_not_restarted_at_once() {
+    let site = GatewayProcess::with_listeners(OPEN).await;
+    let occupied = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = occupied.local_addr().unwrap().to_string();
+    let start = || {
+        successor(&site, "supervise")
+            .flag("--admin-metrics-listen", &address)
+            .start()
+    };
+    let began = Instant::now();
+    start().ended().await.failed(&[&address]);
+    assert!(began.elapsed() >= Duration::from_secs(5));
+    // A stop does not wait.
+    let mut stopped = start();
+    stopped.wait_for_line(&address).await;
+    stopped.signal("TERM").await;
+    stopped.ended().await.ok();
+}
+
+#[tokio::test]
 async fn a_supervised_process_that_hangs_at_the_stop_is_killed() {
     let app = App::http(script).await;
     let (site, _edge) = start(&app, "").await;
