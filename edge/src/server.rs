@@ -357,8 +357,7 @@ impl Bound {
         let parts = reloader.parts();
         log_startup(&config, (&node, address), &parts.ports.load());
         let identity_store = IdentityStore::new(identity, store);
-        let cache_config =
-            api_cache::from_config((&config, parts), &identity_store, cache_listeners)?;
+        let cache = api_cache::from_config((&config, parts), &identity_store, cache_listeners)?;
         let context = Arc::new(TunnelContext {
             node,
             instance,
@@ -373,7 +372,7 @@ impl Bound {
             ),
             serve_stream: serve_fn(&parts.current_proxy),
             on_announced_ports: announced_ports_fn(&reloader),
-            membership: cache_config.as_ref().map(ApiCacheConfig::membership),
+            membership: cache.as_ref().map(ApiCacheConfig::membership),
             heartbeats: api_cache::heartbeat_relay(&config, &parts.metrics),
             metrics: parts.metrics.clone(),
             memory_budget: Arc::new(MemoryBudget::new(config.limits.stalled)),
@@ -390,7 +389,7 @@ impl Bound {
             csr_client,
         });
         let admin = (admin, reader, reloads);
-        run_until_stopped((context, parts), cache_config, admin, (dir_lock, &shutdown)).await;
+        run_until_stopped((context, parts), cache, admin, (dir_lock, &shutdown)).await;
         Ok(())
     }
 }

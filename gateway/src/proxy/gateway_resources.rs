@@ -87,16 +87,21 @@ struct ReachableNode {
     node: NodeName,
     /// Whether the node has a tunnel to this gateway or to another one.
     connected: bool,
-    /// Ports that the edge reports and that the client may reach.
-    ports: Vec<u16>,
-    /// The same of services.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    services: Vec<String>,
+    #[serde(flatten)]
+    targets: ReachableTargets,
     /// Confirmed pool.
     #[serde(skip_serializing_if = "Option::is_none")]
     pool: Option<String>,
     /// Confirmed labels.
     labels: BTreeMap<String, String>,
+}
+
+/// Ports and services that an edge reports and that a client may reach.
+#[derive(Debug, Default, Serialize)]
+struct ReachableTargets {
+    ports: Vec<u16>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    services: Vec<String>,
 }
 
 impl Proxy {
@@ -135,7 +140,7 @@ impl Proxy {
             let nodes = self.reachable_nodes((connection, &client), port).await?;
             let group = |row: &ReachableNode| {
                 let data = self.shared.nodes.get(&row.node).unwrap_or_default();
-                TargetGroup::new(&row.node, &row.ports, &data)
+                TargetGroup::new(&row.node, &row.targets.ports, &data)
             };
             serde_json::to_string(&nodes.iter().filter_map(group).collect::<Vec<_>>())
         } else {
@@ -180,15 +185,14 @@ impl Proxy {
                 continue;
             }
             let hello = hellos.remove(&node);
-            let Some((ports, services)) = search.find_targets(&node, hello.as_deref())? else {
+            let Some(targets) = search.find_targets(&node, hello.as_deref())? else {
                 continue;
             };
             let data = self.shared.nodes.get(&node).unwrap_or_default();
             if data.revoked.is_none() {
                 reachable.push(ReachableNode {
                     connected: self.is_connected(&node),
-                    ports,
-                    services,
+                    targets,
                     pool: data.pool,
                     labels: data.labels,
                     node,
@@ -243,26 +247,29 @@ impl<'a> TargetSearch<'a> {
         &self,
         node: &NodeName,
         hello: Option<&EdgeHello>,
-    ) -> Result<Option<(Vec<u16>, Vec<String>)>, Error> {
+    ) -> Result<Option<ReachableTargets>, Error> {
         if let Some(port) = self.port {
             let is_reachable = self.may_reach(node, Target::new(node, port))?;
-            return Ok(is_reachable.then(|| (vec![port], Vec::new())));
+            return Ok(is_reachable.then(|| ReachableTargets {
+                ports: vec![port],
+                services: Vec::new(),
+            }));
         }
         let service_target = |service: &str| Target::service(service, node.as_str(), None);
-        let (mut ports, mut services) = (Vec::new(), Vec::new());
+        let mut targets = ReachableTargets::default();
         for port in hello.iter().flat_map(|hello| &hello.ports) {
             if self.may_reach(node, Target::new(node, *port))? {
-                ports.push(*port);
+                targets.ports.push(*port);
             }
         }
         let reported = hello.and_then(|hello| hello.services.as_ref());
         let names = reported.into_iter().flatten().take(MAX_REPORTED_SERVICES);
         for service in names.filter(|name| is_service_name(name)) {
             if self.may_reach(node, service_target(service))? {
-                services.push(service.clone());
+                targets.services.push(service.clone());
             }
         }
-        let mut is_reachable = !ports.is_empty() || !services.is_empty();
+        let mut is_reachable = !targets.ports.is_empty() || !targets.services.is_empty();
         // An edge may serve ports that it does not report, and a node that is away reports nothing.
         let has_no_port = hello.is_none_or(|hello| hello.ports.is_empty());
         for port in self.samples.0.iter().filter(|_| has_no_port) {
@@ -271,7 +278,7 @@ impl<'a> TargetSearch<'a> {
         for service in self.samples.1.iter().filter(|_| reported.is_none()) {
             is_reachable = is_reachable || self.may_reach(node, service_target(service))?;
         }
-        Ok(is_reachable.then_some((ports, services)))
+        Ok(is_reachable.then_some(targets))
     }
 
     /// Whether the client may send some request to a target of a node. A decision that another service makes counts as a refusal
