@@ -103,26 +103,22 @@ impl SharedState {
             let last = last.as_ref();
             last.is_some_and(|last| last.digests.contains_key(&key))
         };
-        let mut checks = Vec::with_capacity(nodes.len());
-        for node in nodes {
-            // Otherwise a command has removed the node here, and the engine does not know it yet.
-            let is_wanted = if is_synchronized(node) {
-                self.has_record(node).await
-            } else {
-                Ok(true)
-            };
-            checks.push(is_wanted);
-        }
-        let checked = nodes.iter().zip(&checks);
-        let wanted = checked.filter(|(_, is_wanted)| matches!(is_wanted, Ok(true)));
-        let wanted: Vec<_> = wanted.map(|(node, _)| node).collect();
+        // If the directory cannot be read, taking over a record fails as well.
+        let recorded = if nodes.iter().any(is_synchronized) {
+            self.recorded_nodes().await.ok()
+        } else {
+            None
+        };
+        // Otherwise a command has removed the node here, and the engine does not know it yet.
+        let is_wanted = |node: &&NodeName| {
+            let is_recorded = || recorded.as_ref().is_none_or(|nodes| nodes.contains(*node));
+            !is_synchronized(node) || is_recorded()
+        };
+        let wanted: Vec<_> = nodes.iter().filter(is_wanted).collect();
         let mut read = self.read_nodes(&wanted).await.into_iter();
         let mut results = Vec::with_capacity(nodes.len());
-        for (node, is_wanted) in nodes.iter().zip(checks) {
-            let read = match is_wanted {
-                Ok(is_wanted) => is_wanted.then(|| read.next()).flatten(),
-                Err(error) => Some(Err(error)),
-            };
+        for node in nodes {
+            let read = is_wanted(&node).then(|| read.next()).flatten();
             results.push(match read {
                 Some(Ok((None, None))) | None => Ok(None),
                 Some(Ok(stored)) => self.store_unlocked(node, stored).await,
@@ -132,11 +128,13 @@ impl SharedState {
         results
     }
 
-    /// Whether the data directory has a record of a node. The tables of this gateway may not have it yet.
-    async fn has_record(&self, node: &NodeName) -> Result<bool, SyncError> {
-        let node = node.clone();
-        self.on_disk(move |store| Ok(store.nodes().all()?.iter().any(|it| it.node == node)))
-            .await
+    /// Returns the nodes with a record in the data directory. The tables of this gateway may not have all of them yet.
+    async fn recorded_nodes(&self) -> Result<BTreeSet<NodeName>, SyncError> {
+        self.on_disk(|store| {
+            let records = store.nodes().all()?.into_iter();
+            Ok(records.map(|record| record.node).collect())
+        })
+        .await
     }
 
     /// Stores the record of a node and its revocation, or the end of one, from the engine in the data directory. `last` must be
