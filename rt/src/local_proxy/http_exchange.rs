@@ -11,6 +11,7 @@ use crate::{
     lingering_close,
     socket::{PrefixedStream, ResetOnClose, ResetUnlessComplete},
 };
+use futures_util::future::OptionFuture;
 use hyper::{
     Request, Response, StatusCode, Uri, Version,
     body::Incoming,
@@ -21,7 +22,7 @@ use hyper::{
     service::service_fn,
 };
 use hyper_util::rt::TokioIo;
-use std::{error::Error as _, io, pin::pin, time::Duration};
+use std::{error::Error as _, io, time::Duration};
 use thiserror::Error;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
@@ -142,12 +143,16 @@ where
         .title_case_headers(true)
         .header_read_timeout(None)
         .serve_connection(TokioIo::new(client), service);
-    let (mut serving, mut connection) = (Box::pin(serving), pin!(connection));
+    let (mut serving, mut connection) = (Box::pin(serving), Some(Box::pin(connection)));
     let mut upstream_end = None;
     let served = loop {
         tokio::select! {
             biased;
-            ended = &mut connection, if upstream_end.is_none() => upstream_end = Some(ended),
+            Some(ended) = OptionFuture::from(connection.as_mut()) => {
+                upstream_end = Some(ended);
+                // It holds the body of the request, and hyper waits until an unread body is read or dropped.
+                connection = None;
+            }
             served = &mut serving => break served,
         }
     };
@@ -156,12 +161,11 @@ where
     if let Err(error) = served {
         return failed_end(error);
     }
-    let ended = match upstream_end {
-        Some(ended) => Ok(ended),
-        None => timeout(CLOSE_TIMEOUT, connection).await,
-    };
+    if let Some(connection) = connection {
+        upstream_end = timeout(CLOSE_TIMEOUT, connection).await.ok();
+    }
     ExchangeEnd::Complete {
-        has_request: matches!(ended, Ok(Ok(()))),
+        has_request: matches!(upstream_end, Some(Ok(()))),
     }
 }
 

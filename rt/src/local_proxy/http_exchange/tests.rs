@@ -187,6 +187,26 @@ async fn an_early_response_arrives_although_the_upload_does_not_end() {
     assert!(was_reset, "the destination has not got the whole request");
 }
 
+/// The program stays open, and sends no more of its body.
+#[tokio::test]
+async fn an_early_response_ends_the_exchange_if_the_destination_closes() {
+    let program = async |mut wire: TcpStream| {
+        let response = read_until(&mut wire, "\r\n\r\n").await;
+        (response, rest(wire).await)
+    };
+    let destination = async |mut wire: TcpStream| {
+        read_until(&mut wire, "start").await;
+        let response = b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n";
+        wire.write_all(response).await.unwrap();
+    };
+    let forwarding = forwarded(UPLOAD, program, destination);
+    let forwarding = timeout(Duration::from_secs(10), forwarding);
+    let (outcome, (response, more), ()) = forwarding.await.unwrap();
+    assert!(matches!(outcome, CopyOutcome::Clean), "{outcome:?}");
+    assert!(response.starts_with("HTTP/1.1 413 "), "{response}");
+    assert_eq!(more, "");
+}
+
 #[tokio::test]
 async fn a_destination_without_a_valid_response_is_502_with_the_reason() {
     for (response, reason) in [
