@@ -14,9 +14,12 @@ use crate::{
 use futures_util::future::OptionFuture;
 use hyper::{
     Request, Response, StatusCode, Uri, Version,
-    body::Incoming,
+    body::{Body, Incoming},
     client::conn::http1 as client_http1,
-    header::{CONNECTION, HeaderMap, HeaderValue, PROXY_AUTHORIZATION, VIA},
+    header::{
+        CONNECTION, CONTENT_LENGTH, HeaderMap, HeaderValue, PROXY_AUTHORIZATION, TRANSFER_ENCODING,
+        VIA,
+    },
     http::uri::PathAndQuery,
     server::conn::http1 as server_http1,
     service::service_fn,
@@ -202,11 +205,17 @@ fn into_upstream_request(
     let path = request.uri().path_and_query().cloned();
     *request.uri_mut() = Uri::from(path.unwrap_or_else(|| PathAndQuery::from_static("/")));
     *request.version_mut() = Version::HTTP_11;
+    let is_at_end = request.body().is_end_stream();
     let fields = request.headers_mut();
+    let has_length = fields.contains_key(CONTENT_LENGTH);
     forward_fields(fields);
     fields.remove(PROXY_AUTHORIZATION);
     fields.insert(CONNECTION, HeaderValue::from_static("close"));
     set_host(fields, authority.clone());
+    if !has_length && !is_at_end {
+        // Without this, hyper sends GET and HEAD without their bodies.
+        fields.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
+    }
     request
 }
 

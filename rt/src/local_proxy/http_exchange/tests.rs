@@ -113,6 +113,29 @@ async fn bodies_of_unknown_length_stream_in_both_directions() {
     assert_eq!(response, "3\r\nend\r\n0\r\n\r\n");
 }
 
+#[tokio::test]
+async fn a_body_of_unknown_length_arrives_with_each_method() {
+    for method in ["GET", "HEAD", "DELETE"] {
+        let request = format!(
+            "{method} http://edge-1/ HTTP/1.1\r\nHost: edge-1\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nping\r\n0\r\n\r\n"
+        );
+        let destination = async |mut wire: TcpStream| {
+            let head = read_until(&mut wire, "\r\n\r\n").await;
+            let body = read_until(&mut wire, "0\r\n\r\n").await;
+            let response = b"HTTP/1.1 204 No Content\r\n\r\n";
+            wire.write_all(response).await.unwrap();
+            (head, body)
+        };
+        let forwarding = forwarded(&request, rest, destination);
+        let forwarding = timeout(Duration::from_secs(10), forwarding);
+        let (outcome, response, (head, body)) = forwarding.await.unwrap();
+        assert!(matches!(outcome, CopyOutcome::Clean), "{outcome:?}");
+        assert!(head.contains("Transfer-Encoding: chunked\r\n"), "{head}");
+        assert_eq!(body, "4\r\nping\r\n0\r\n\r\n", "{method}");
+        assert!(response.starts_with("HTTP/1.1 204 "), "{response}");
+    }
+}
+
 /// Also a body of HTTP/1.0, whose end is that of the connection.
 #[tokio::test]
 async fn a_response_that_breaks_off_is_a_reset() {
