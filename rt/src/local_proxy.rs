@@ -14,11 +14,12 @@ use fast_socks5::{
     ReplyError, Socks5Command,
     server::{Socks5ServerProtocol, SocksServerError, states::CommandRead},
 };
+use http_exchange::UrlPlace;
 use httparse::Status;
 use hyper::{
     Method, StatusCode, Uri,
     header::{CONTENT_LENGTH, HOST, HeaderName, HeaderValue, TRANSFER_ENCODING},
-    http::uri::Authority,
+    http::uri::{Authority, PathAndQuery},
 };
 use std::{
     io,
@@ -235,9 +236,9 @@ async fn read_http<S: AsyncRead + AsyncWrite + Unpin>(
             received.advance(head_bytes);
             Client::Connect(PrefixedStream::new(received.freeze(), io))
         }
-        HttpRequestKind::Forward { authority } => Client::Http(HttpExchange {
+        HttpRequestKind::Forward(place) => Client::Http(HttpExchange {
             client: PrefixedStream::new(received.freeze(), io),
-            authority,
+            place,
         }),
     };
     Ok(ProxyRequest { host, port, client })
@@ -256,10 +257,7 @@ enum HttpRequestKind {
     /// CONNECT. The bytes behind the head are for the destination.
     Connect { head_bytes: usize },
     /// Request for a URL with `http://`.
-    Forward {
-        /// Host of the URL, with its port if the URL has one.
-        authority: HeaderValue,
-    },
+    Forward(UrlPlace),
 }
 
 /// Reason why an HTTP request cannot be served.
@@ -303,13 +301,21 @@ fn parse_http(received: &[u8]) -> Result<Option<HttpRequest>, HttpRejection> {
     } else if !has_scheme("http://") {
         return Err(HttpRejection::Target(method.to_owned()));
     }
-    let url = Uri::from_str(target).ok();
-    let authority = url.as_ref().and_then(Uri::authority);
-    let authority = authority.ok_or_else(invalid)?;
+    let url = Uri::from_str(target).map_err(|_| invalid())?;
+    let authority = url.authority().ok_or_else(invalid)?;
     let (host, port) = parse_authority(authority.as_str(), Some(80)).ok_or_else(invalid)?;
     check_unambiguous(&request).map_err(HttpRejection::Ambiguous)?;
-    let authority = HeaderValue::from_str(authority.as_str()).map_err(|_| invalid())?;
-    let kind = HttpRequestKind::Forward { authority };
+    // RFC 9112 sections 3.2.1 and 3.2.4. The parsed URL does not tell whether its path is missing.
+    let has_no_path = target.len() == "http://".len() + authority.as_str().len();
+    let path = if has_no_path && method == Method::OPTIONS.as_str() {
+        PathAndQuery::from_static("*")
+    } else {
+        url.path_and_query().cloned().ok_or_else(invalid)?
+    };
+    let kind = HttpRequestKind::Forward(UrlPlace {
+        authority: HeaderValue::from_str(authority.as_str()).map_err(|_| invalid())?,
+        target: Uri::from(path),
+    });
     Ok(Some(HttpRequest { host, port, kind }))
 }
 

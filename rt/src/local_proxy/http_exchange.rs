@@ -17,10 +17,9 @@ use hyper::{
     body::{Body, Incoming},
     client::conn::http1 as client_http1,
     header::{
-        CONNECTION, CONTENT_LENGTH, HeaderMap, HeaderValue, PROXY_AUTHORIZATION, TRANSFER_ENCODING,
-        VIA,
+        CONNECTION, CONTENT_LENGTH, HeaderMap, HeaderValue, PROXY_AUTHORIZATION, TE,
+        TRANSFER_ENCODING, VIA,
     },
-    http::uri::PathAndQuery,
     server::conn::http1 as server_http1,
     service::service_fn,
 };
@@ -40,8 +39,17 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 pub struct HttpExchange<S> {
     /// Connection of the program, with the request in front.
     pub(super) client: PrefixedStream<S>,
+    /// Place of the URL.
+    pub(super) place: UrlPlace,
+}
+
+/// Place that the URL of a request names.
+#[derive(Debug)]
+pub(super) struct UrlPlace {
     /// Host of the URL, with its port if the URL has one.
     pub(super) authority: HeaderValue,
+    /// Path and query of the URL, or `*` for the whole server.
+    pub(super) target: Uri,
 }
 
 /// Reason why there is no response, although the destination was reached.
@@ -83,7 +91,7 @@ impl<S: AsyncRead + AsyncWrite + ResetOnClose + Unpin> HttpExchange<S> {
         let mut client = ResetUnlessComplete::new(self.client);
         let mut upstream = ResetUnlessComplete::new(upstream);
         let ends = (&mut client.socket, &mut upstream.socket);
-        match exchange(ends, &self.authority).await {
+        match exchange(ends, &self.place).await {
             ExchangeEnd::Complete { has_request } => {
                 client.complete();
                 let closing_client = lingering_close::close(&mut client.socket);
@@ -117,10 +125,7 @@ impl<S: AsyncRead + AsyncWrite + ResetOnClose + Unpin> HttpExchange<S> {
     }
 }
 
-async fn exchange<C, U>(
-    (client, upstream): (&mut C, &mut U),
-    authority: &HeaderValue,
-) -> ExchangeEnd
+async fn exchange<C, U>((client, upstream): (&mut C, &mut U), place: &UrlPlace) -> ExchangeEnd
 where
     C: AsyncRead + AsyncWrite + Unpin,
     U: AsyncRead + AsyncWrite + Unpin,
@@ -134,7 +139,7 @@ where
     };
     let sender = Mutex::new(sender);
     let service = service_fn(|request| {
-        let (sender, request) = (&sender, into_upstream_request(request, authority));
+        let (sender, request) = (&sender, into_upstream_request(request, place));
         async move {
             let sent = sender.lock().await.send_request(request).await;
             into_client_response(sent.map_err(ExchangeError::from_send_error)?)
@@ -198,20 +203,22 @@ impl ExchangeError {
 
 /// Returns the request in the form for the destination itself (RFC 9112 section 3.2.1). The URL decides about the host, not
 /// `Host`.
-fn into_upstream_request(
-    mut request: Request<Incoming>,
-    authority: &HeaderValue,
-) -> Request<Incoming> {
-    let path = request.uri().path_and_query().cloned();
-    *request.uri_mut() = Uri::from(path.unwrap_or_else(|| PathAndQuery::from_static("/")));
+fn into_upstream_request(mut request: Request<Incoming>, place: &UrlPlace) -> Request<Incoming> {
+    *request.uri_mut() = place.target.clone();
     *request.version_mut() = Version::HTTP_11;
     let is_at_end = request.body().is_end_stream();
     let fields = request.headers_mut();
     let has_length = fields.contains_key(CONTENT_LENGTH);
     forward_fields(fields);
     fields.remove(PROXY_AUTHORIZATION);
-    fields.insert(CONNECTION, HeaderValue::from_static("close"));
-    set_host(fields, authority.clone());
+    // RFC 9110 section 10.1.4.
+    let for_one_connection = if fields.contains_key(TE) {
+        "close, TE"
+    } else {
+        "close"
+    };
+    fields.insert(CONNECTION, HeaderValue::from_static(for_one_connection));
+    set_host(fields, place.authority.clone());
     if !has_length && !is_at_end {
         // Without this, hyper sends GET and HEAD without their bodies.
         fields.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"));

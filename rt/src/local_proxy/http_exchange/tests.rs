@@ -136,6 +136,33 @@ async fn a_body_of_unknown_length_arrives_with_each_method() {
     }
 }
 
+#[tokio::test]
+async fn the_target_and_te_are_those_for_a_server() {
+    for (request, expected) in [
+        ("OPTIONS http://edge-1", "OPTIONS * "),
+        ("OPTIONS http://edge-1/", "OPTIONS / "),
+        ("OPTIONS http://edge-1?a", "OPTIONS /?a "),
+        ("GET http://edge-1", "GET / "),
+    ] {
+        let request = format!("{request} HTTP/1.1\r\nHost: edge-1\r\nTE: trailers, gzip\r\n\r\n");
+        let destination = async |wire| answer(wire, "HTTP/1.1 204 No Content\r\n\r\n").await;
+        let (_, _, (head, _)) = forwarded(&request, rest, destination).await;
+        assert!(head.starts_with(expected), "{head}");
+        assert!(head.contains("\r\nTe: trailers\r\n"), "{head}");
+        assert!(head.contains("\r\nConnection: close, TE\r\n"), "{head}");
+    }
+}
+
+#[tokio::test]
+async fn a_status_without_a_phrase_stays_without_one() {
+    for response in ["HTTP/1.1 520 ", "HTTP/1.1 520"] {
+        let response = format!("{response}\r\nContent-Length: 0\r\n\r\n");
+        let destination = async |wire| answer(wire, &response).await;
+        let (_, answered, _) = forwarded(GET, rest, destination).await;
+        assert!(answered.starts_with("HTTP/1.1 520 \r\n"), "{answered}");
+    }
+}
+
 /// Also a body of HTTP/1.0, whose end is that of the connection.
 #[tokio::test]
 async fn a_response_that_breaks_off_is_a_reset() {
