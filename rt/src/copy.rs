@@ -9,7 +9,7 @@ use crate::socket::{ResetOnClose, ResetUnlessComplete};
 use bytes::{Buf, Bytes, BytesMut};
 use std::{
     future::poll_fn,
-    io,
+    io::{self, IoSlice},
     ops::Deref,
     pin::Pin,
     sync::atomic::{AtomicU64, Ordering::Relaxed},
@@ -35,6 +35,13 @@ pub struct ByteCounters {
     pub up: AtomicU64,
     /// Bytes from the far end to the socket.
     pub down: AtomicU64,
+}
+
+impl ByteCounters {
+    fn add_up(&self, bytes: usize) {
+        let bytes = u64::try_from(bytes).unwrap_or_default();
+        self.up.fetch_add(bytes, Relaxed);
+    }
 }
 
 /// Far end that counts its bytes, for code that copies without [`relay`].
@@ -85,12 +92,21 @@ where
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let written = ready!(Pin::new(&mut self.inner).poll_write(cx, buf))?;
-        let up = u64::try_from(written).unwrap_or_default();
-        self.counters.up.fetch_add(up, Relaxed);
+        self.counters.add_up(written);
         Poll::Ready(Ok(written))
     }
 
-    crate::forward!(inner: poll_flush, poll_shutdown);
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = ready!(Pin::new(&mut self.inner).poll_write_vectored(cx, bufs))?;
+        self.counters.add_up(written);
+        Poll::Ready(Ok(written))
+    }
+
+    crate::forward!(inner: is_write_vectored, poll_flush, poll_shutdown);
 }
 
 /// Outcome of a relay. `E` is the error of the far end.
