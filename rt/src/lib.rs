@@ -1,8 +1,9 @@
 //! Runtime components that are independent of Causeway's protocol.
 //!
 //! `cache` is a bounded cache with a time to live for each entry and one fetch for all concurrent calls. `resolve` turns
-//! host names into addresses, and `happy_eyeballs` connects to one of them. `exposition` writes metrics as text, with those of the process. The other modules are needed
-//! by connections: tasks with an owner, sockets, relays, listeners, limits, turns, a client for one HTTP request, throttles of log lines.
+//! host names into addresses, and `happy_eyeballs` connects to one of them. `exposition` writes metrics as text, with those of
+//! the process. The other modules are needed by connections: tasks with an owner, sockets, relays, listeners, limits, turns, a
+//! client for one HTTP request, throttles of log lines.
 //! `local_proxy` serves the requests of local programs that use SOCKS5 or an HTTP proxy; `http_fields` has rules for fields of HTTP.
 //! `host_addresses` knows the addresses of this host's interfaces. `descriptor_passing` passes open sockets to another process.
 //!
