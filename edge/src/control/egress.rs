@@ -17,7 +17,7 @@ use crate::{
 };
 use causeway_rt::{
     listener::{BoundSocket, SocketListener},
-    local_proxy::{AcceptedClient, ProxyRequest},
+    local_proxy::{AcceptedClient, HttpExchange, ProxyRequest},
     log_throttle::{FailureThrottle, LogThrottle},
     socket::{ResetOnClose, Socket},
     task::TaskGroup,
@@ -25,8 +25,10 @@ use causeway_rt::{
 use causeway_tunnel::{
     Target,
     copy::{self, CopyOutcome, MeteredIo},
+    eviction::Eviction,
     stream_io::StreamIo,
 };
+use futures_util::future::OptionFuture;
 use gateway_link::{EgressError, GatewayLink};
 use std::{
     fmt::Display, future::pending, io, net::SocketAddr, os::fd::AsFd, pin::pin, sync::Arc,
@@ -177,7 +179,7 @@ impl EgressContext {
     async fn serve_proxy(&self, socket: Socket) {
         let guard = self.context.metrics.egress_guard();
         // The request owns the socket.
-        let aborted = wait_until_duplicate_aborted(&socket);
+        let mut aborted = Box::pin(wait_until_duplicate_aborted(&socket));
         let request = match ProxyRequest::read(socket, REQUEST_TIMEOUT).await {
             Ok(request) => request,
             Err(error) => {
@@ -188,18 +190,19 @@ impl EgressContext {
         let target = Target::new(request.host.as_str(), request.port);
         let opened = tokio::select! {
             opened = self.link.open(&target) => opened,
-            () = aborted => {
+            () = &mut aborted => {
                 guard.finish(EgressOutcome::Aborted);
                 return debug!("a program aborted its connection to the proxy before it was open");
             }
         };
         match opened {
             Ok(halves) => match request.accept().await {
-                Ok(AcceptedClient::Bytes(io)) => relay(io, halves, guard).await,
+                Ok(AcceptedClient::Bytes(io)) => {
+                    drop(aborted);
+                    relay(io, halves, guard).await;
+                }
                 Ok(AcceptedClient::Http(exchange)) => {
-                    let (send, receive) = halves;
-                    let stream = MeteredIo::new(StreamIo::new(send, receive), guard.bytes());
-                    finish(guard, exchange.forward(stream).await);
+                    forward_request(exchange, halves, aborted, guard).await;
                 }
                 Err(error) => {
                     guard.finish(EgressOutcome::Aborted);
@@ -207,6 +210,7 @@ impl EgressContext {
                 }
             },
             Err(error) => {
+                drop(aborted);
                 self.report(&target, &error, guard);
                 request.refuse(error.failure, &error.detail).await;
             }
@@ -257,6 +261,26 @@ where
     let counters = guard.bytes();
     let outcome = copy::relay(socket, send, receive, counters, false).await;
     finish(guard, outcome);
+}
+
+/// Forwards an HTTP request and its response. Ends early, with a reset of both sides, if the stream is evicted, or once the program has
+/// `aborted`: HTTP notices neither while it waits to write.
+async fn forward_request(
+    exchange: HttpExchange<Socket>,
+    (send, receive): gateway_link::StreamHalves,
+    aborted: impl Future<Output = ()>,
+    guard: EgressGuard,
+) {
+    let eviction = receive.eviction_handle();
+    let evicted = OptionFuture::from(eviction.as_ref().map(Eviction::wait_for_eviction));
+    let stream = MeteredIo::new(StreamIo::new(send, receive), guard.bytes());
+    tokio::select! {
+        biased;
+        outcome = exchange.forward(stream) => return finish(guard, outcome),
+        Some(()) = evicted => guard.finish(EgressOutcome::Reset),
+        () = aborted => guard.finish(EgressOutcome::Aborted),
+    }
+    debug!("an HTTP request of a program was evicted or aborted");
 }
 
 fn finish<E: Display>(guard: EgressGuard, outcome: CopyOutcome<E>) {
