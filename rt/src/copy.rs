@@ -623,6 +623,24 @@ mod tests {
         }
     }
 
+    #[tokio::test]
+    async fn metered_bytes_are_counted_in_both_directions() {
+        let (near, mut far) = pair().await;
+        let counters = ByteCounters::default();
+        let mut metered = MeteredIo::new(near, &counters);
+        assert!(metered.is_write_vectored());
+        let parts = [IoSlice::new(b"he"), IoSlice::new(b"ad")];
+        assert_eq!(metered.write_vectored(&parts).await.unwrap(), 4);
+        metered.write_all(b"body").await.unwrap();
+        let mut received = [0; 8];
+        far.read_exact(&mut received).await.unwrap();
+        assert_eq!(received, *b"headbody");
+        far.write_all(b"answer").await.unwrap();
+        metered.read_exact(&mut received[..6]).await.unwrap();
+        let bytes = (counters.up.load(Relaxed), counters.down.load(Relaxed));
+        assert_eq!(bytes, (8, 6));
+    }
+
     /// Each side breaks its connection before the relay has read its bytes, while there are bytes to write to it.
     #[tokio::test]
     async fn last_bytes_of_either_side_precede_its_reset() {
