@@ -4,7 +4,7 @@
 //! restart does not wait for the open streams of the gateway: after SIGTERM this process ends as soon as the child reports that it
 //! stops, and the child drains beside its successor, which takes over its sockets. The unit needs `KillMode=process`.
 //!
-//! A gateway that has run for a while is started again at once, and one that cannot start is tried again after
+//! A gateway that has run for a while is started again soon, and one that ends at once is tried again after
 //! [`MIN_RESTART_INTERVAL`]. The delay is here, because systemd delays longer after repeated failures only since version 254.
 //!
 //! Messages of the child (`sd_notify(3)`) are passed on, because only those of the main process count.
@@ -30,7 +30,7 @@ const MAX_MESSAGE: usize = 4096;
 /// Time in which a child reports that it stops. With `KillMode=process` the service manager never kills a child that hangs, and
 /// its successor could not take over from it.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
-/// Minimum time between the starts of a process that fails.
+/// Minimum time between the starts of a process that ends without a request to stop.
 const MIN_RESTART_INTERVAL: Duration = Duration::from_secs(5);
 /// Line with which a process reports that it stops.
 const STOPPING: &[u8] = b"STOPPING=1";
@@ -52,50 +52,101 @@ impl ChildFailed {
     }
 }
 
-/// Runs the command as a child process, until it ends or until SIGTERM or SIGINT.
+/// End of a child that has not failed.
+enum Ended {
+    /// By SIGTERM or SIGINT to this process.
+    Stopped,
+    ByItself,
+}
+
+/// Runs the command as a child process, until it ends or until SIGTERM or SIGINT. If another attempt may follow, returns
+/// [`MIN_RESTART_INTERVAL`] after the start at the earliest, whatever the reason.
 pub(crate) async fn run(args: cli::Supervise) -> anyhow::Result<()> {
-    let listen = |kind| signal(kind).context("cannot install the signal handlers");
-    let mut terminate = listen(SignalKind::terminate())?;
-    let mut interrupt = listen(SignalKind::interrupt())?;
-    let mut hangup = listen(SignalKind::hangup())?;
-    // systemd sends it when the watchdog has expired.
-    let mut abort = listen(SignalKind::from_raw(Signal::SIGABRT as i32))?;
+    let next_start = Instant::now() + MIN_RESTART_INTERVAL;
+    let mut signals = Signals::listen().context("cannot install the signal handlers")?;
+    let ended = run_child(&args, &mut signals).await;
+    let may_be_restarted = match &ended {
+        Ok(Ended::Stopped) => false,
+        Ok(Ended::ByItself) => true,
+        Err(error) => error
+            .downcast_ref()
+            .is_none_or(ChildFailed::may_be_restarted),
+    };
+    if may_be_restarted {
+        tokio::select! {
+            () = sleep_until(next_start) => {}
+            _ = signals.abort.recv() => {}
+            () = signals.stop.recv() => return Ok(()),
+        }
+    }
+    ended.map(|_| ())
+}
+
+async fn run_child(args: &cli::Supervise, signals: &mut Signals) -> anyhow::Result<Ended> {
     let relay = NotifyRelay::from_environment().context("cannot relay messages to systemd")?;
     // Read before the program file may be replaced.
     let program = std::env::current_exe().context("cannot find the program file")?;
     let mut command = Command::new(program);
     command.args(&args.command).env_remove("WATCHDOG_PID");
     command.env(NOTIFY_SOCKET, relay.path());
-    let next_start = Instant::now() + MIN_RESTART_INTERVAL;
     let mut child = command.spawn().context("cannot start the process")?;
-    let failed = loop {
+    loop {
         tokio::select! {
             status = child.wait() => {
                 let status = status.context("cannot wait for the process")?;
                 if status.success() {
-                    return Ok(());
+                    return Ok(Ended::ByItself);
                 }
-                break ChildFailed(status);
+                return Err(ChildFailed(status).into());
             }
-            _ = terminate.recv() => return stop(&mut child, &relay).await,
-            _ = interrupt.recv() => return stop(&mut child, &relay).await,
-            _ = hangup.recv() => send(&child, Signal::SIGHUP)?,
-            _ = abort.recv() => {
+            () = signals.stop.recv() => {
+                stop(&mut child, &relay).await?;
+                return Ok(Ended::Stopped);
+            }
+            _ = signals.hangup.recv() => send(&child, Signal::SIGHUP)?,
+            _ = signals.abort.recv() => {
                 send(&child, Signal::SIGKILL)?;
                 anyhow::bail!("the process did not respond in time (watchdog), and was killed");
             }
             _ = relay.pass_on() => {}
         }
-    };
-    if failed.may_be_restarted() {
+    }
+}
+
+/// Signals to this process.
+struct Signals {
+    stop: StopSignals,
+    hangup: tokio::signal::unix::Signal,
+    /// systemd sends it when the watchdog has expired.
+    abort: tokio::signal::unix::Signal,
+}
+
+impl Signals {
+    fn listen() -> std::io::Result<Self> {
+        Ok(Self {
+            stop: StopSignals {
+                terminate: signal(SignalKind::terminate())?,
+                interrupt: signal(SignalKind::interrupt())?,
+            },
+            hangup: signal(SignalKind::hangup())?,
+            abort: signal(SignalKind::from_raw(Signal::SIGABRT as i32))?,
+        })
+    }
+}
+
+/// SIGTERM and SIGINT.
+struct StopSignals {
+    terminate: tokio::signal::unix::Signal,
+    interrupt: tokio::signal::unix::Signal,
+}
+
+impl StopSignals {
+    async fn recv(&mut self) {
         tokio::select! {
-            () = sleep_until(next_start) => {}
-            _ = abort.recv() => {}
-            _ = terminate.recv() => return Ok(()),
-            _ = interrupt.recv() => return Ok(()),
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
         }
     }
-    Err(failed.into())
 }
 
 /// Stops the child. Returns when it has ended or reports that it stops. Kills a child that does neither.

@@ -356,6 +356,18 @@ async fn a_supervised_process_that_fails_at_once_is_not_restarted_at_once() {
     let began = Instant::now();
     start().ended().await.failed(&[&address]);
     assert!(began.elapsed() >= Duration::from_secs(5));
+    // Neither the child nor the supervisor's own failures are retried at once.
+    let began = Instant::now();
+    let without_room = causeway("supervise completions bash").env("TMPDIR", "/nonexistent");
+    let failed = without_room.run().await;
+    assert!(
+        failed.stderr.contains("cannot relay messages"),
+        "{failed:?}"
+    );
+    assert!(began.elapsed() >= Duration::from_secs(5));
+    let began = Instant::now();
+    causeway("supervise completions bash").run().await.ok();
+    assert!(began.elapsed() >= Duration::from_secs(5));
     // A stop does not wait.
     let mut stopped = start();
     stopped.wait_for_line(&address).await;
