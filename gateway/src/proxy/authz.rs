@@ -172,7 +172,8 @@ pub trait Authorize: Debug + Send + Sync + 'static {
         vec![1]
     }
 
-    /// Returns names of services, of which a client may reach one if it may reach any service of a node.
+    /// Returns names of services, of which a client may reach one if it may reach any service of a node. The lists of nodes lack
+    /// a node without reported services of which the client may reach only services that no sample stands for.
     fn sample_services(&self) -> Vec<String> {
         Vec::new()
     }
@@ -264,7 +265,7 @@ impl Authorize for PolicyAuthorizer {
 
     fn sample_services(&self) -> Vec<String> {
         let rules = self.policy.rules();
-        rules.map_or_else(Vec::new, |rules| rules.sample_services().collect())
+        rules.map_or_else(Vec::new, |rules| rules.sample_services().to_vec())
     }
 
     fn depends_on_pods(&self) -> bool {

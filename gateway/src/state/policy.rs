@@ -137,6 +137,8 @@ pub struct Policy {
     ports: Condition<Prefixes<16>>,
     /// First port of each range of ports between which no rule distinguishes.
     sample_ports: Vec<u16>,
+    /// A name for each pattern of services of a rule.
+    sample_services: Vec<String>,
     methods: Condition<ExactIndex>,
     paths: Condition<Paths>,
     actions: Condition<ExactIndex>,
@@ -200,10 +202,10 @@ impl Policy {
         patterns.map(|pattern| pattern.replace('*', "x"))
     }
 
-    /// Returns a matching name for each pattern of services of a rule.
-    pub fn sample_services(&self) -> impl Iterator<Item = String> {
-        let patterns = self.rules.iter().flat_map(|rule| &rule.services);
-        patterns.map(|pattern| pattern.replace('*', "x"))
+    /// Returns a matching name for each pattern of services of a rule. A rule before it may treat this name differently from
+    /// other names that match: if it denies `*x`, the sample of `cam*` is denied.
+    pub fn sample_services(&self) -> &[String] {
+        &self.sample_services
     }
 
     /// Returns ports such that each other port is treated like one of them.

@@ -21,8 +21,6 @@ pub(super) struct CompiledRule {
     pub(super) depends_on_request: bool,
     /// Patterns of pools.
     pub(super) pools: Vec<String>,
-    /// Patterns of services.
-    pub(super) services: Vec<String>,
     /// Patterns of namespaces of pods.
     pub(super) pod_namespaces: Vec<String>,
 }
@@ -120,6 +118,14 @@ fn sample_ports(rules: &[policy::Rule]) -> Vec<u16> {
     samples.into_iter().collect()
 }
 
+/// Returns a matching name for each pattern of services.
+fn sample_services(rules: &[policy::Rule]) -> Vec<String> {
+    let nodes = rules.iter().filter_map(node_selector);
+    let patterns = nodes.flat_map(|nodes| nodes.services.0.iter().flatten());
+    let samples: BTreeSet<_> = patterns.map(|pattern| pattern.replace('*', "x")).collect();
+    samples.into_iter().collect()
+}
+
 impl Policy {
     /// Compiles the rules of a file.
     ///
@@ -156,6 +162,7 @@ impl Policy {
             direct: compile_networks(rules, |rule| node_selector(rule)?.direct.0.as_ref()),
             nodes: build_condition(rules, |rule| node_selector(rule)?.nodes.0.clone()),
             sample_ports: sample_ports(rules),
+            sample_services: sample_services(rules),
             pools: build_condition(rules, |rule| node_selector(rule)?.pools.0.clone()),
             labels: compile_labels(rules),
             services: build_condition(rules, |rule| node_selector(rule)?.services.0.clone()),
@@ -221,7 +228,6 @@ fn lowercase_deny_paths(rules: &[policy::Rule]) -> Paths {
 fn compile_rule(rule: &policy::Rule, index: usize) -> CompiledRule {
     let labels = node_selector(rule).and_then(|nodes| nodes.labels.0.clone());
     let pools = node_selector(rule).and_then(|nodes| nodes.pools.0.clone());
-    let services = node_selector(rule).and_then(|nodes| nodes.services.0.clone());
     let pod_namespaces = node_selector(rule).and_then(|nodes| nodes.pod_namespaces.0.clone());
     let depends_on_request = request_match(rule).is_some_and(|what| {
         what.streams.0.is_some() || what.methods.0.is_some() || what.paths.0.is_some()
@@ -235,7 +241,6 @@ fn compile_rule(rule: &policy::Rule, index: usize) -> CompiledRule {
         },
         labels: labels.into_iter().flatten().collect(),
         pools: pools.unwrap_or_default(),
-        services: services.unwrap_or_default(),
         pod_namespaces: pod_namespaces.unwrap_or_default(),
     }
 }
