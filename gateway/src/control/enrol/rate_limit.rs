@@ -1,13 +1,16 @@
 //! Rate limit of refused tokens by source address.
 //!
-//! A token's secret has 256 bits, so the limit is not needed against guessing. It keeps the attempts off the disk and the
-//! shared state, and out of the log. Many edges share the address of their NAT or of a load balancer, so a few refused tokens are
-//! free. The same token counts once: an edge presents it repeatedly while it searches for the gateway that accepts it.
+//! A token's secret has 256 bits, so the limit is not needed against guessing. It keeps the attempts off the shared state and out
+//! of the log. Many edges share the address of their NAT or of a load balancer, so a few refused tokens are free. The same token
+//! counts once, whatever the reason: an edge presents it repeatedly while it searches for the gateway that accepts it.
 //!
-//! A token whose secret the gateway knows is limited only by its own refusals, whatever else comes from its address. So neither
-//! wrong tokens nor those of edges that were not reconfigured, which are used, expired or revoked, keep the other edges of their
-//! address out. That a token is known is decided from the tokens in memory, in the same way for each token, after hashing its
-//! secret, so it takes as long for a wrong secret as for the right one.
+//! A token whose secret the gateway knows is limited only by its own refusals as used, expired or revoked, whatever else comes
+//! from its address. So neither wrong tokens nor those of edges that were not reconfigured keep the other edges of their address
+//! out. Other refusals of a known token, such as one for another node, count once for its address.
+//!
+//! At an address that is limited, each well-formed token is looked up among the tokens in memory. This asks the disk whether the
+//! files of the data directory have changed (`stat`), and reads the tokens again only if so. The secret is hashed before the
+//! comparison, so the lookup takes as long for a wrong secret as for the right one.
 //!
 //! The table is bounded; when it is full, the entry that was idle longest is removed.
 
