@@ -209,6 +209,34 @@ async fn the_gateways_own_resources_ask_as_an_origin_server() {
     }
 }
 
+#[tokio::test]
+async fn a_web_page_that_rebinds_its_name_gets_no_list() {
+    let own = Listener {
+        names: vec!["proxy.test:3128".to_owned()],
+        ..plain("own", &["127.0.0.0/8"])
+    };
+    let tls = anonymous("tls", ListenerProtocol::Connect);
+    let world = World::build().listener(own).listener(tls).start().await;
+    for (listener, host, status) in [
+        ("own", "page.test", 421),
+        ("own", "edge-1:3128", 421),
+        ("own", "", 421),
+        ("own", "Proxy.test", 200),
+        ("own", "proxy.test:3128", 200),
+        ("own", "localhost:3128", 200),
+        ("own", "127.0.0.1:3128", 200),
+        ("own", "[::1]:3128", 200),
+        ("tls", "page.test", 200),
+    ] {
+        for path in ["nodes", "http_sd?port=9100"] {
+            let head = format!("GET /.well-known/causeway/{path} HTTP/1.1\r\nHost: {host}\r\n\r\n");
+            let client = world.client_at(listener).nobody();
+            let answer = client.raw(GATEWAY_NAME, head).await;
+            assert_eq!(answer.status, status, "{listener} {host} {path}");
+        }
+    }
+}
+
 /// A reset could discard the reason at the client (RFC 9112, section 9.6).
 #[tokio::test]
 async fn a_refusal_that_ends_the_connection_ends_it_in_order() {

@@ -15,7 +15,7 @@ impl Reason {
                 "The node has no tunnel, and had none within `timeouts.reconnect`. The detail says since when, and the last address."
             }
             Self::Misdirected => {
-                "SNI and Host name two different nodes, or an address belongs to several nodes."
+                "SNI and Host name two different nodes, or an address belongs to several nodes. Or an anonymous client without TLS asks a `connect` listener for its lists under a `Host` that is none of its `names`."
             }
             Self::Unauthenticated => {
                 "The client presented no certificate or token, or one that this listener does not accept. For requests through a `connect` listener the status is 407. The detail begins with the method (`certificate`, `token`, `jwt`, `token_review`)."
@@ -89,7 +89,9 @@ impl Reason {
             Self::NodeNotConnected => {
                 "On the node: run `causeway health --ready`, and read the log of the edge."
             }
-            Self::Misdirected => "Call the node by its name.",
+            Self::Misdirected => {
+                "Call the node by its name. For the lists, add the `Host` to `names` of the listener."
+            }
             Self::Unauthenticated => "Present a credential that the listener accepts.",
             Self::Forbidden => "Ask the author of the policy, or grant the right in the cluster.",
             Self::EdgePolicy => "Add it to `ports` or `allow.hosts` of the edge.",

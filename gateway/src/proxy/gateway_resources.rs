@@ -5,6 +5,9 @@
 //! requests always contain scheme and authority (RFC 9113 §8.3.1); a proxy gets a CONNECT for such targets. The gateway is the
 //! origin server of these resources and no proxy: their clients authenticate by `Authorization`. A client that the listener does
 //! not admit receives only the CAs, which are public.
+//!
+//! A web page whose name resolves to the address of the listener (DNS rebinding) has no credential and no certificate of the
+//! listener's name. So an anonymous client without TLS receives the lists only under a name of the listener.
 
 use super::{
     Proxy,
@@ -26,7 +29,7 @@ use causeway_tunnel::{
 };
 use http::{
     HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Version,
-    header::{AUTHORIZATION, CONTENT_TYPE},
+    header::{AUTHORIZATION, CONTENT_TYPE, HOST},
     uri::Scheme,
 };
 use serde::Serialize;
@@ -108,7 +111,7 @@ impl Proxy {
     /// Serves a resource of the gateway.
     ///
     /// # Errors
-    /// [`Reason::MethodNotAllowed`], [`Reason::Unauthenticated`], or [`Reason::DependencyUnavailable`] if the policy cannot
+    /// [`Reason::MethodNotAllowed`], [`Reason::Unauthenticated`], [`Reason::Misdirected`], or [`Reason::DependencyUnavailable`] if the policy cannot
     /// decide yet.
     pub(super) async fn serve_resource(
         &self,
@@ -133,6 +136,9 @@ impl Proxy {
             .identify(connection, fields.get(AUTHORIZATION), port.copied())
             .await?;
         record.set_client(&client);
+        if client.method == AuthMethod::Anonymous && !connection.tls {
+            check_host(&self.listener, fields)?;
+        }
         self.admit_client(&client, record)?;
         let text = if let Some(query) = query {
             let port = target_group::requested_port(query.as_deref());
@@ -210,6 +216,18 @@ impl Proxy {
                 .iter()
                 .any(|(_, state)| *state == HeldState::Connected)
     }
+}
+
+/// Checks that an anonymous request names the listener. A request of HTTP/1.0 without a `Host` comes from no browser.
+fn check_host(listener: &Listener, fields: &HeaderMap) -> Result<(), Error> {
+    let host = fields.get(HOST).map(HeaderValue::to_str);
+    let host = host.map(Result::unwrap_or_default);
+    if host.is_none_or(|host| listener.is_own_host(host)) {
+        return Ok(());
+    }
+    let detail = "without TLS and a credential, this resource of the gateway is served only under an address, localhost or a \
+        name in names of the listener";
+    Err(Reason::Misdirected.error(detail))
 }
 
 /// Search for the ports and services of nodes that a client may reach.

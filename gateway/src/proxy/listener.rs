@@ -33,7 +33,9 @@ use ::http::{Method, Request};
 use arc_swap::{ArcSwap, ArcSwapOption};
 use causeway_certs::{Fingerprint, NodeName, SniCertResolver, verify::TrustStore};
 use causeway_rt::{connection_limit::Slot, listener::RemoteAddr, log_throttle::LogThrottle};
-use causeway_tunnel::{informational::InformationalResponses, reset_codes::AbortedStreams};
+use causeway_tunnel::{
+    informational::InformationalResponses, reset_codes::AbortedStreams, target::split_host_port,
+};
 use conn_io::ConnState;
 use idle_timer::IdleTimer;
 use ipnet::IpNet;
@@ -41,7 +43,7 @@ use rustls::ServerConfig;
 use rustls_pki_types::CertificateDer;
 use std::{
     collections::BTreeSet,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     sync::{Arc, OnceLock},
     time::Duration,
 };
@@ -197,6 +199,19 @@ impl Listener {
     /// Whether clients use this listener as an HTTP proxy (RFC 9110 §3.7).
     pub(crate) fn is_proxy(&self) -> bool {
         self.protocol == ListenerProtocol::Connect
+    }
+
+    /// Whether a `Host` is an address, or a name of the listener itself.
+    pub(crate) fn is_own_host(&self, host: &str) -> bool {
+        let Ok((host, _)) = split_host_port(host) else {
+            return false;
+        };
+        let is_host = |name: &str| {
+            split_host_port(name).is_ok_and(|(name, _)| name.eq_ignore_ascii_case(host))
+        };
+        host.parse::<IpAddr>().is_ok()
+            || is_host("localhost")
+            || self.names.iter().any(|name| is_host(name))
     }
 
     /// Whether `Authorization` is for the upstream. At a proxy, the client's credential is in `Proxy-Authorization`.
