@@ -29,9 +29,13 @@ pub(super) struct ReachableNode {
     connected: bool,
     /// Ports that the edge reports and that the user may reach.
     ports: Vec<u16>,
-    /// The same of services, each reached as `SERVICE.NODE`. Gateways of earlier versions do not list them.
+    /// Whether the user may open a session to some port, rather than only send it some requests. Gateways of earlier versions do
+    /// not tell it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) connect: Option<bool>,
+    /// Services that the edge reports and that the user may reach, each reached as `SERVICE.NODE`. Gateways of earlier versions do not list them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) services: Vec<String>,
+    services: Vec<String>,
     /// Confirmed pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pool: Option<String>,

@@ -53,12 +53,10 @@ pub(crate) async fn print_config(args: SshConfig) -> anyhow::Result<()> {
     let (profile, hosts) = if args.nodes.is_empty() {
         let (profile, client) = nodes::open_client(&args.profile)?;
         let list = nodes::fetch(&client).await?;
-        let hosts = list.nodes.into_iter().flat_map(|row| {
-            let services = row.services.iter();
-            let services = services.map(|service| format!("{service}.{}", row.node));
-            let names = [row.node.clone()].into_iter().chain(services);
-            names.collect::<Vec<_>>()
-        });
+        // A service is mostly no SSH server, and the list does not tell whether the user may open a session to it.
+        let rows = list.nodes.into_iter();
+        let reachable = rows.filter(|row| row.connect.unwrap_or(true));
+        let hosts = reachable.map(|row| row.node);
         // A name such as `*` would send the user's connections to all other hosts to this gateway.
         let hosts = hosts.map(|host| NodeName::parse(&host).map(|_| host));
         let hosts: Result<Vec<_>, _> = hosts.collect();
@@ -72,7 +70,7 @@ pub(crate) async fn print_config(args: SshConfig) -> anyhow::Result<()> {
         (profile, args.nodes)
     };
     if hosts.is_empty() {
-        bail!("the gateway allows you to reach no node");
+        bail!("the gateway allows you to connect to no node");
     }
     if let Some(host) = hosts.iter().find(|host| host.contains(char::is_whitespace)) {
         bail!("{host:?} is not a pattern of ssh_config(5)");

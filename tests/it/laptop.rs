@@ -141,7 +141,8 @@ async fn login_stores_a_tested_profile_that_is_private() {
     let expected = json!({
         "client": "tester",
         "nodes": [{
-            "node": "edge-1", "connected": true, "ports": [9100], "services": ["bytes"], "pool": "mill",
+            "node": "edge-1", "connected": true, "ports": [9100], "connect": true, "services": ["bytes"],
+            "pool": "mill",
             "labels": {"site": "north"},
         }],
     });
@@ -152,7 +153,7 @@ async fn login_stores_a_tested_profile_that_is_private() {
         "{table}"
     );
     let config = laptop.causeway("ssh-config").run().await.ok().text();
-    assert!(config.starts_with("Host edge-1 bytes.edge-1\n"), "{config}");
+    assert!(config.starts_with("Host edge-1\n"), "{config}");
 
     let refused = laptop.causeway(&format!("login {} --profile other --ca", laptop.address()));
     let refused = refused.args([laptop.world.root_path()]).run().await;
@@ -388,7 +389,7 @@ async fn nodes_and_service_discovery_show_only_what_the_policy_allows() {
     let found = resource("http_sd?port=30005").await;
     assert_eq!(found, expected, "it remains a target at a given port");
     let listed = resource("nodes").await;
-    let away = json!([{ "node": "edge-2", "connected": false, "ports": [], "labels": {} }]);
+    let away = json!([{ "node": "edge-2", "connected": false, "ports": [], "connect": true, "labels": {} }]);
     assert_eq!(listed["nodes"], away);
     let own = laptop.causeway("nodes -o json").run().await.ok().json();
     assert_eq!(own["nodes"][0]["node"], "edge-1");

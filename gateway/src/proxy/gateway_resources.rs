@@ -38,8 +38,8 @@ use std::{
     sync::Arc,
 };
 
-/// Number of nodes after which other tasks of the worker run.
-const NODES_PER_TURN: usize = 128;
+/// Number of decisions after which other tasks of the worker run.
+const DECISIONS_PER_TURN: usize = 256;
 
 /// Resource of the gateway.
 #[derive(Clone, Debug)]
@@ -103,6 +103,8 @@ struct ReachableNode {
 #[derive(Debug, Default, Serialize)]
 struct ReachableTargets {
     ports: Vec<u16>,
+    /// Whether the client may open a TCP session to some port, rather than only send it some requests.
+    connect: bool,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     services: Vec<String>,
 }
@@ -111,8 +113,8 @@ impl Proxy {
     /// Serves a resource of the gateway.
     ///
     /// # Errors
-    /// [`Reason::MethodNotAllowed`], [`Reason::Unauthenticated`], [`Reason::Misdirected`], or [`Reason::DependencyUnavailable`] if the policy cannot
-    /// decide yet.
+    /// [`Reason::MethodNotAllowed`], [`Reason::Unauthenticated`], [`Reason::Misdirected`], or
+    /// [`Reason::DependencyUnavailable`] if the policy cannot decide yet.
     pub(super) async fn serve_resource(
         &self,
         resource: GatewayResource,
@@ -175,12 +177,15 @@ impl Proxy {
         for peer in registry.directory().peers().iter() {
             names.extend(peer.node_names());
         }
-        let search = TargetSearch::new(self, from, port);
+        let samples = self.sample_targets();
+        let mut search = TargetSearch {
+            proxy: self,
+            from,
+            port,
+            decisions: 0,
+        };
         let mut reachable = Vec::new();
-        for (index, node) in names.into_iter().enumerate() {
-            if index % NODES_PER_TURN == NODES_PER_TURN - 1 {
-                tokio::task::yield_now().await;
-            }
+        for node in names {
             // A listener for one node refuses all others.
             if self
                 .listener
@@ -191,7 +196,8 @@ impl Proxy {
                 continue;
             }
             let hello = hellos.remove(&node);
-            let Some(targets) = search.find_targets(&node, hello.as_deref())? else {
+            let found = search.find_targets(&node, hello.as_deref(), &samples);
+            let Some(targets) = found.await? else {
                 continue;
             };
             let data = self.shared.nodes.get(&node).unwrap_or_default();
@@ -206,6 +212,14 @@ impl Proxy {
             }
         }
         Ok(reachable)
+    }
+
+    /// Returns ports and services for nodes that report none.
+    fn sample_targets(&self) -> (Vec<u16>, Vec<String>) {
+        let authorizer = &self.shared.authorizer;
+        let mut ports = authorizer.sample_ports();
+        ports.extend(&self.listener.authentication.anonymous_ports);
+        (ports, authorizer.sample_services())
     }
 
     fn is_connected(&self, node: &NodeName) -> bool {
@@ -230,96 +244,112 @@ fn check_host(listener: &Listener, fields: &HeaderMap) -> Result<(), Error> {
     Err(Reason::Misdirected.error(detail))
 }
 
+/// Way in which a client may reach a target.
+#[derive(Clone, Copy)]
+enum Access {
+    /// By some request.
+    Any,
+    /// By a TCP session.
+    Session,
+}
+
 /// Search for the ports and services of nodes that a client may reach.
 struct TargetSearch<'a> {
     proxy: &'a Proxy,
-    connection: &'a ClientConnection,
-    client: &'a ClientIdentity,
+    from: (&'a ClientConnection, &'a ClientIdentity),
     /// The only port of interest, if the client names one.
     port: Option<u16>,
-    /// Ports and services of nodes that report none.
-    samples: (Vec<u16>, Vec<String>),
+    /// Number of decisions so far.
+    decisions: usize,
 }
 
-impl<'a> TargetSearch<'a> {
-    fn new(
-        proxy: &'a Proxy,
-        (connection, client): (&'a ClientConnection, &'a ClientIdentity),
-        port: Option<u16>,
-    ) -> Self {
-        let authorizer = &proxy.shared.authorizer;
-        let mut ports = authorizer.sample_ports();
-        ports.extend(&proxy.listener.authentication.anonymous_ports);
-        Self {
-            proxy,
-            connection,
-            client,
-            port,
-            samples: (ports, authorizer.sample_services()),
-        }
-    }
-
+impl TargetSearch<'_> {
     /// Returns the ports and services of a node that the client may reach, of those that its edge reports in `hello`. `None`
-    /// means that the client may reach nothing there.
-    fn find_targets(
-        &self,
+    /// means that the client may reach nothing there, and none of the samples if the edge reports nothing.
+    async fn find_targets(
+        &mut self,
         node: &NodeName,
         hello: Option<&EdgeHello>,
+        (sample_ports, sample_services): &(Vec<u16>, Vec<String>),
     ) -> Result<Option<ReachableTargets>, Error> {
-        if let Some(port) = self.port {
-            let is_reachable = self.may_reach(node, Target::new(node, port))?;
-            return Ok(is_reachable.then(|| ReachableTargets {
-                ports: vec![port],
-                services: Vec::new(),
-            }));
-        }
-        let service_target = |service: &str| Target::service(service, node.as_str(), None);
         let mut targets = ReachableTargets::default();
+        if let Some(port) = self.port {
+            targets.ports.push(port);
+            let is_reachable = self.may_reach(Access::Any, node, Target::new(node, port));
+            return Ok(is_reachable.await?.then_some(targets));
+        }
         for port in hello.iter().flat_map(|hello| &hello.ports) {
-            if self.may_reach(node, Target::new(node, *port))? {
+            let target = Target::new(node, *port);
+            if self.may_reach(Access::Any, node, target.clone()).await? {
                 targets.ports.push(*port);
+                targets.connect |=
+                    !targets.connect && self.may_reach(Access::Session, node, target).await?;
             }
         }
+        let service_target = |service: &str| Target::service(service, node.as_str(), None);
         let reported = hello.and_then(|hello| hello.services.as_ref());
         let names = reported.into_iter().flatten().take(MAX_REPORTED_SERVICES);
         for service in names.filter(|name| is_service_name(name)) {
-            if self.may_reach(node, service_target(service))? {
+            let target = service_target(service);
+            if self.may_reach(Access::Any, node, target).await? {
                 targets.services.push(service.clone());
             }
         }
         let mut is_reachable = !targets.ports.is_empty() || !targets.services.is_empty();
         // An edge may serve ports that it does not report, and a node that is away reports nothing.
         let has_no_port = hello.is_none_or(|hello| hello.ports.is_empty());
-        for port in self.samples.0.iter().filter(|_| has_no_port) {
-            is_reachable = is_reachable || self.may_reach(node, Target::new(node, *port))?;
+        for port in sample_ports.iter().filter(|_| has_no_port) {
+            let target = Target::new(node, *port);
+            is_reachable =
+                is_reachable || self.may_reach(Access::Any, node, target.clone()).await?;
+            targets.connect =
+                targets.connect || self.may_reach(Access::Session, node, target).await?;
+            if targets.connect {
+                break;
+            }
         }
-        for service in self.samples.1.iter().filter(|_| reported.is_none()) {
-            is_reachable = is_reachable || self.may_reach(node, service_target(service))?;
+        for service in sample_services.iter().filter(|_| reported.is_none()) {
+            let target = service_target(service);
+            is_reachable = is_reachable || self.may_reach(Access::Any, node, target).await?;
         }
         Ok(is_reachable.then_some(targets))
     }
 
-    /// Whether the client may send some request to a target of a node. A decision that another service makes counts as a refusal
-    /// here. The review of kubelet ports by the cluster's API happens at each request only.
-    fn may_reach(&self, node: &NodeName, target: Target) -> Result<bool, Error> {
+    /// Whether the client may reach a target of a node. A decision that another service makes counts as a refusal here. The
+    /// review of kubelet ports by the cluster's API happens at each request only.
+    async fn may_reach(
+        &mut self,
+        access: Access,
+        node: &NodeName,
+        target: Target,
+    ) -> Result<bool, Error> {
+        self.decisions += 1;
+        if self.decisions.is_multiple_of(DECISIONS_PER_TURN) {
+            tokio::task::yield_now().await;
+        }
         let Proxy {
             shared, listener, ..
         } = self.proxy;
+        let (connection, client) = self.from;
         let route = Route::new(node.clone(), target);
-        if self.client.method == AuthMethod::Anonymous
+        if client.method == AuthMethod::Anonymous
             && !listener.authentication.serves_anonymously(route.port())
         {
             return Ok(false);
         }
         let connect = AuthzRequest {
-            client: self.client,
-            remote_address: self.connection.peer,
+            client,
+            remote_address: connection.peer,
             destination: Destination::Node(&route),
             action: Action::Connect,
             method: &Method::CONNECT,
             path: "",
         };
-        match shared.authorizer.authorize_destination(&connect) {
+        let decision = match access {
+            Access::Any => shared.authorizer.authorize_destination(&connect),
+            Access::Session => shared.authorizer.authorize(&connect),
+        };
+        match decision {
             AuthzDecision::DependencyUnavailable(why) => {
                 Err(Reason::DependencyUnavailable.error(why))
             }
