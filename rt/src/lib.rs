@@ -4,8 +4,9 @@
 //! host names into addresses, and `happy_eyeballs` connects to one of them. `exposition` writes metrics as text, with those of
 //! the process. The other modules are needed by connections: tasks with an owner, sockets, relays, listeners, limits, turns, a
 //! client for one HTTP request, throttles of log lines.
-//! `local_proxy` serves the requests of local programs that use SOCKS5 or an HTTP proxy; `http_fields` has rules for fields of HTTP.
-//! `host_addresses` knows the addresses of this host's interfaces. `descriptor_passing` passes open sockets to another process.
+//! `local_proxy` serves the requests of local programs that use SOCKS5 or an HTTP proxy; `http_fields` has rules for fields of
+//! HTTP. `host_addresses` knows the addresses of this host's interfaces. `descriptor_passing` passes open sockets to another
+//! process.
 //!
 //! On other systems than Linux, the crate has only the parts that do not need Linux, for the users' client.
 

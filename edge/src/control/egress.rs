@@ -263,8 +263,8 @@ where
     finish(guard, outcome);
 }
 
-/// Forwards an HTTP request and its response. Ends early, with a reset of both sides, if the stream is evicted, or once the program has
-/// `aborted`: HTTP notices neither while it waits to write.
+/// Forwards an HTTP request and its response. Ends early, with a reset of both sides, if the stream is evicted, or once the
+/// program has `aborted`: the exchange notices neither while it waits to write.
 async fn forward_request(
     exchange: HttpExchange<Socket>,
     (send, receive): gateway_link::StreamHalves,

@@ -177,8 +177,8 @@ where
     }
 }
 
-/// Returns the end of an exchange by the error of the program's connection. An error of the service, or of the response's body, is
-/// a user's error to hyper.
+/// Returns the end of an exchange by the error of the program's connection. An error of the service, or of the response's body,
+/// is a user's error to hyper.
 fn failed_end(error: hyper::Error) -> ExchangeEnd {
     let cause = error.source().and_then(|cause| cause.downcast_ref());
     match cause {
