@@ -21,11 +21,15 @@ const RARE_FRAME_COST: u64 = 10;
 const FIELDS_PER_TOKEN: u64 = 32;
 /// Least payload of DATA that nobody reads, in bytes, for which its bytes are cost enough.
 const MIN_UNREAD_DATA: usize = 1024;
+/// Number of kinds whose costs are counted: those of RFC 9113 section 6, and one for all others.
+const KINDS: usize = kind::CONTINUATION as usize + 2;
 
 /// Limit on the frames of one peer.
 #[derive(Debug)]
 pub(super) struct FrameLimit {
     tokens: TokenBucket,
+    /// Tokens that recent frames of each kind have cost.
+    costs: [u64; KINDS],
     /// Whether the peer was sent a head or data since its last PING. It may answer each burst with a PING, to measure the link.
     is_ping_due: bool,
 }
@@ -34,6 +38,7 @@ impl FrameLimit {
     pub(super) fn new() -> Self {
         Self {
             tokens: TokenBucket::new(MAX_TOKENS, TOKENS_PER_SECOND),
+            costs: [0; KINDS],
             is_ping_due: false,
         }
     }
@@ -47,30 +52,43 @@ impl FrameLimit {
             kind::PING if std::mem::take(&mut self.is_ping_due) => 1,
             _ => RARE_FRAME_COST,
         };
-        self.spend(cost)
+        self.spend(head.kind, cost)
     }
 
     /// Charges for the fields of a header block. Returns `false` if the peer floods this end.
     #[must_use]
     pub(super) fn charge_fields(&mut self, count: u64) -> bool {
-        self.spend(count / FIELDS_PER_TOKEN)
+        self.spend(kind::HEADERS, count / FIELDS_PER_TOKEN)
     }
 
     /// Charges for a DATA frame that no reader gets. Returns `false` if the peer floods this end.
     #[must_use]
     pub(super) fn charge_unread_data(&mut self, payload: usize) -> bool {
-        payload >= MIN_UNREAD_DATA || self.spend(1)
+        payload >= MIN_UNREAD_DATA || self.spend(kind::DATA, 1)
     }
 
     /// Charges for a reset of a stream that the user has not got, and takes back what the stream has earned. Returns `false` if the
     /// peer floods this end.
     #[must_use]
     pub(super) fn charge_unaccepted_reset(&mut self) -> bool {
-        self.spend(RARE_FRAME_COST + TOKENS_PER_STREAM)
+        self.spend(kind::RST_STREAM, RARE_FRAME_COST + TOKENS_PER_STREAM)
     }
 
-    fn spend(&mut self, tokens: u64) -> bool {
+    fn spend(&mut self, frame_kind: u8, tokens: u64) -> bool {
+        let cost = &mut self.costs[usize::from(frame_kind).min(KINDS - 1)];
+        *cost += tokens;
+        // Each kind that has cost a full bucket since then counts for more than all that came before.
+        if *cost > MAX_TOKENS {
+            self.costs = self.costs.map(|cost| cost / 2);
+        }
         self.tokens.try_spend(tokens, Instant::now())
+    }
+
+    /// Returns the kind of frames that has cost the most recently. A flood may end with a cheap frame of another kind.
+    pub(super) fn costliest_kind(&self) -> u8 {
+        let costs = (0..).zip(self.costs);
+        let costliest = costs.max_by_key(|(_, cost)| *cost);
+        costliest.map_or(kind::DATA, |(frame_kind, _)| frame_kind)
     }
 
     /// Earns tokens for bytes that are sent to the peer. `has_messages`: some of them are heads or data.

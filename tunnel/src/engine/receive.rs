@@ -101,11 +101,14 @@ impl State {
 
     /// Charges the peer if its frames are limited.
     fn charge(&mut self, charge: impl FnOnce(&mut FrameLimit) -> bool) -> Result<(), Reason> {
-        if self.frame_limit.as_mut().is_none_or(charge) {
-            Ok(())
-        } else {
-            Err(Reason::ENHANCE_YOUR_CALM)
+        let Some(limit) = &mut self.frame_limit else {
+            return Ok(());
+        };
+        if charge(limit) {
+            return Ok(());
         }
+        self.receiving.last_kind = limit.costliest_kind();
+        Err(Reason::ENHANCE_YOUR_CALM)
     }
 
     /// Returns whether the preface is complete (RFC 9113 section 3.4).

@@ -14,7 +14,7 @@ pub(super) struct Receiving {
     pub(super) empty_frames: usize,
     /// Number of frames since the task of the connection has reset it.
     pub(super) frames: usize,
-    /// Type of the last frame.
+    /// Kind of the last frame, or of those that flooded this end.
     pub(super) last_kind: u8,
 }
 
