@@ -397,6 +397,33 @@ async fn nodes_and_service_discovery_show_only_what_the_policy_allows() {
 }
 
 #[tokio::test]
+async fn a_user_who_may_only_send_requests_connects_to_no_node() {
+    let rules = json!([
+        { "where": { "nodes": ["edge-1"] }, "what": { "ports": [9100], "methods": ["GET"] }, "then": "allow" },
+    ]);
+    let rules: policy::Policy = serde_json::from_value(json!({ "rules": rules })).unwrap();
+    let writer = PolicyWriter::new(Some(Policy::compile(&rules).unwrap()));
+    let app = App::saying("hello").await;
+    let build = Laptop::build().policy(writer.reader());
+    let laptop = Laptop::before_login(build, app.address()).await;
+    laptop.login().await;
+    let listed = laptop.causeway("nodes -o json").run().await.ok().json();
+    let row = &listed["nodes"][0];
+    assert_eq!(row["node"], "edge-1");
+    assert_eq!(row["connect"], false, "{row}");
+    let printed = laptop.causeway("ssh-config").run().await;
+    let reason = "the gateway allows you to connect to no node";
+    assert!(printed.stderr.contains(reason), "{printed:?}");
+    assert_eq!(
+        (printed.text().as_str(), printed.status.code()),
+        ("", Some(1))
+    );
+    let refused = laptop.causeway("connect edge-1:9100").run().await;
+    assert!(!refused.status.success(), "{refused:?}");
+    assert_eq!(app.connections(), 0);
+}
+
+#[tokio::test]
 async fn connect_copies_both_directions_and_ends_each_by_itself() {
     let (app, _serving) = mirror().await;
     let laptop = Laptop::to(app).await;

@@ -1,9 +1,17 @@
 //! Connections that the program on the node aborts.
 
-use super::{assert_echo, by_socks, connect, join, proxied, world};
-use crate::world::app::{App, End, Script};
+use super::{
+    app_only, assert_echo, assert_reset, by_socks, connect, join, proxied, until_outcomes, world,
+};
+use crate::world::{
+    app::{App, End, Script, answer},
+    client::read,
+    gateway::loopback,
+    until,
+};
 use causeway_edge::config::Protocol;
 use serde_json::json;
+use tokio::{io::AsyncWriteExt, net::TcpListener};
 
 /// A destination must not take a part of a transfer for the whole.
 #[tokio::test]
@@ -40,4 +48,46 @@ async fn an_abort_of_the_program_is_a_reset_at_the_destination() {
         drop(wire);
         assert_eq!(app.end().await, End::Reset, "{way}");
     }
+}
+
+/// The destination reads no body, so the edge reads nothing from the program at last.
+#[tokio::test]
+async fn an_abort_of_a_stalled_plain_upload_is_a_reset_at_the_destination() {
+    let destination = TcpListener::bind(loopback()).await.unwrap();
+    let world = world(app_only(destination.local_addr().unwrap())).await;
+    let edge = join(&world, "edge-1", &[]).await;
+    let mut wire = connect(&edge, None).await;
+    let head =
+        "POST http://app:443/ HTTP/1.1\r\nHost: app:443\r\nContent-Length: 1000000000\r\n\r\n";
+    wire.write_all(head.as_bytes()).await.unwrap();
+    let (accepted, _) = destination.accept().await.unwrap();
+    let chunk = vec![0; 64 << 10];
+    let mut stalled = 0;
+    until("the upload is stalled", async || {
+        stalled += 1;
+        while wire.try_write(&chunk).is_ok() {
+            stalled = 0;
+        }
+        stalled == 20
+    })
+    .await;
+    wire.set_zero_linger().unwrap();
+    drop(wire);
+    until_outcomes(&edge, &[("aborted", 1)]).await;
+    assert_reset(accepted).await;
+}
+
+/// The program must not take a part of the response for the whole.
+#[tokio::test]
+async fn a_plain_request_is_reset_when_its_rule_is_withdrawn() {
+    let app = App::http(|_| answer::endless()).await;
+    let mut world = world(app_only(app.address())).await;
+    let edge = join(&world, "edge-1", &[]).await;
+    let mut wire = connect(&edge, None).await;
+    let head = "GET http://app:443/ HTTP/1.1\r\nHost: app:443\r\n\r\n";
+    wire.write_all(head.as_bytes()).await.unwrap();
+    assert_eq!(read(&mut wire, 15).await, b"HTTP/1.1 200 OK");
+    world.reload(|config| config.egress = None).unwrap();
+    assert_reset(wire).await;
+    until_outcomes(&edge, &[("reset", 1)]).await;
 }

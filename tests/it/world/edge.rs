@@ -39,6 +39,8 @@ impl<'a> Plan<'a> {
         };
         config.admin.listen = loopback();
         config.timeouts.drain = DRAIN;
+        // As at the gateway, whose limit is longer: the edge's reason is the better one.
+        config.timeouts.dial = PATIENCE / 2;
         // Other tests fill the same kernel's buffers.
         config.limits.tcp_memory = usize::MAX;
         config.backoff.silent_max = SILENT;

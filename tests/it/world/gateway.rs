@@ -95,6 +95,7 @@ impl Build {
         // Many clients and edges share the test's thread, and a busy machine stops it for seconds.
         config.timeouts.tls = PATIENCE;
         config.timeouts.header = PATIENCE;
+        config.timeouts.connect = PATIENCE;
         config.tunnel.handshake_timeout = PATIENCE;
         config.tunnel.hello_timeout = PATIENCE;
         // Other tests fill the same kernel's buffers.
