@@ -1,67 +1,11 @@
 //! A fleet at a real gateway: registration, requests, a restart of the gateway, and handshakes.
 
-use crate::process::{Load, result};
+use crate::process::{Gateway, Load, result};
 use causeway_certs::{OpenMode, Store};
-use causeway_gateway::{
-    Config, Gateway,
-    config::{AccessLog, ListenAddr, Listener, ListenerProtocol},
-    server::BoundAddresses,
-};
-use causeway_rt::task::TaskGroup;
 use serde_json::json;
-use std::{fs, net::SocketAddr, path::Path, time::Duration};
-use tokio_util::sync::CancellationToken;
-use tracing::Span;
+use std::{fs, path::Path, time::Duration};
 
 const NODES: usize = 20;
-
-/// A gateway on this thread, until it is stopped.
-struct Running {
-    addresses: BoundAddresses,
-    stop: CancellationToken,
-    tasks: TaskGroup,
-}
-
-impl Running {
-    fn start(data: &Path, tunnel: SocketAddr) -> Self {
-        let free = SocketAddr::from(([127, 0, 0, 1], 0));
-        let mut config = Config {
-            data_dir: data.to_owned(),
-            workers: 1,
-            access_log: AccessLog::None,
-            ..Config::default()
-        };
-        config.tunnel.listen = tunnel;
-        config.admin.listen = free;
-        config.timeouts.drain = Duration::ZERO;
-        let front = |name, kind| Listener::new(name, kind, ListenAddr::Tcp(free));
-        config.listeners = vec![
-            front("https", ListenerProtocol::Https),
-            front("connect", ListenerProtocol::Connect),
-        ];
-        let bound = Gateway::new(config).bind().unwrap();
-        let addresses = bound.addresses().clone();
-        let (stop, tasks) = (CancellationToken::new(), TaskGroup::default());
-        let running = bound.run(stop.clone());
-        tasks.spawn(Span::none(), async move {
-            running.await;
-        });
-        Self {
-            addresses,
-            stop,
-            tasks,
-        }
-    }
-
-    fn front(&self, name: &str) -> SocketAddr {
-        self.addresses.listener(name).unwrap()
-    }
-
-    async fn stop(self) {
-        self.stop.cancel();
-        assert_eq!(self.tasks.drain(Duration::from_mins(1)).await, 0);
-    }
-}
 
 /// Mints the nodes and a client; returns the flags of both.
 async fn mint(folder: &Path) -> (String, String) {
@@ -97,8 +41,8 @@ async fn a_fleet_answers_falls_with_its_gateway_and_comes_back() {
     let folder = tempfile::tempdir().unwrap();
     let (identities, caller) = mint(folder.path()).await;
     let data = folder.path().join("data");
-    let gateway = Running::start(&data, SocketAddr::from(([127, 0, 0, 1], 0)));
-    let tunnel = gateway.addresses.tunnel;
+    let gateway = Gateway::start(&data, "127.0.0.1:0").await;
+    let tunnel = gateway.tunnel.clone();
     let mut fleet = Load::start(&format!("fleet --gateway {tunnel} {identities}"));
     fleet.event("ready").await;
     let up = fleet.event("up").await;
@@ -110,18 +54,18 @@ async fn a_fleet_answers_falls_with_its_gateway_and_comes_back() {
 
     for node in [1, NODES] {
         let target = format!("--target node-{node}:9100 --clients 2 --for 100ms {caller}");
-        let front = gateway.front("https");
+        let front = &gateway.https;
         let met = result(&format!("connect --listener {front} {target}")).await;
         assert_eq!(
             (&met["failed"], &met["full"]),
             (&json!(0), &json!(2)),
             "{met}"
         );
-        let proxy = gateway.front("connect");
+        let proxy = &gateway.connect;
         let met = result(&format!("connect --proxy {proxy} {target}")).await;
         assert_eq!(met["failed"], 0, "{met}");
     }
-    let front = gateway.front("https");
+    let front = &gateway.https;
     let caller = caller.split(" --tls").next().unwrap();
     let mut idle = Load::start(&format!(
         "idle --url https://node-2:9100/any --to {front} --count 5 {caller}"
@@ -129,9 +73,9 @@ async fn a_fleet_answers_falls_with_its_gateway_and_comes_back() {
     idle.event("ready").await;
     assert_eq!(idle.stop().await.last()["alive"], 5);
 
-    gateway.stop().await;
+    gateway.kill().await;
     fleet.event("fell").await;
-    let gateway = Running::start(&data, tunnel);
+    let gateway = Gateway::start(&data, &tunnel).await;
     let back = fleet.event("back").await;
     assert_eq!(
         (&back["nodes"], &back["fell"]),
@@ -142,7 +86,7 @@ async fn a_fleet_answers_falls_with_its_gateway_and_comes_back() {
     let came: u64 = bins.iter().map(|bin| bin[1].as_u64().unwrap()).sum();
     assert_eq!(came, 20, "{back}");
     fleet.stop().await.last();
-    gateway.stop().await;
+    gateway.kill().await;
 }
 
 #[tokio::test]
@@ -151,9 +95,9 @@ async fn a_node_whose_gateway_ends_goes_to_the_next_one() {
     let folder = tempfile::tempdir().unwrap();
     let (identities, _) = mint(folder.path()).await;
     let data = folder.path().join("data");
-    let gateway = Running::start(&data, SocketAddr::from(([127, 0, 0, 1], 0)));
+    let gateway = Gateway::start(&data, "127.0.0.1:0").await;
     // Nobody listens at the first address.
-    let gateways = format!("127.0.0.1:1,{}", gateway.addresses.tunnel);
+    let gateways = format!("127.0.0.1:1,{}", gateway.tunnel);
     let half = NODES / 2;
     let mut fleet = Load::start(&format!(
         "fleet --gateway {gateways} {identities} --skip {half} --nodes {half}"
@@ -162,7 +106,7 @@ async fn a_node_whose_gateway_ends_goes_to_the_next_one() {
     let up = fleet.event("up").await;
     assert_eq!(up["nodes"], half, "{up}");
     fleet.stop().await.last();
-    gateway.stop().await;
+    gateway.kill().await;
 }
 
 #[tokio::test]
@@ -171,8 +115,8 @@ async fn nodes_join_at_once_by_one_token_or_by_a_token_each() {
     let folder = tempfile::tempdir().unwrap();
     mint(folder.path()).await;
     let data = folder.path().join("data");
-    let gateway = Running::start(&data, SocketAddr::from(([127, 0, 0, 1], 0)));
-    let tunnel = gateway.addresses.tunnel;
+    let gateway = Gateway::start(&data, "127.0.0.1:0").await;
+    let tunnel = gateway.tunnel.clone();
     let join = format!(
         "join --gateway {tunnel} --data-dir {} --nodes 5",
         data.display()
@@ -185,7 +129,7 @@ async fn nodes_join_at_once_by_one_token_or_by_a_token_each() {
             "{met}"
         );
     }
-    gateway.stop().await;
+    gateway.kill().await;
     let store = Store::open(&data, OpenMode::Existing).unwrap();
     assert_eq!(store.nodes().all().unwrap().len(), NODES + 10);
 }
@@ -196,10 +140,10 @@ async fn handshakes_are_resumed_or_not_as_asked() {
     let folder = tempfile::tempdir().unwrap();
     let (identities, _) = mint(folder.path()).await;
     let data = folder.path().join("data");
-    let gateway = Running::start(&data, SocketAddr::from(([127, 0, 0, 1], 0)));
+    let gateway = Gateway::start(&data, "127.0.0.1:0").await;
     let load = format!(
         "fleet --gateway {} {identities} --handshakes-only --clients 2",
-        gateway.addresses.tunnel
+        gateway.tunnel
     );
     let count = |met: &serde_json::Value, what: &str| met[what].as_u64().unwrap();
     // A busy machine may count no handshake within a short time.
@@ -226,5 +170,5 @@ async fn handshakes_are_resumed_or_not_as_asked() {
         );
         assert_eq!(met["counts"]["failures"], json!({}), "{met}");
     }
-    gateway.stop().await;
+    gateway.kill().await;
 }

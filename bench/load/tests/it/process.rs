@@ -1,10 +1,10 @@
-//! The binary, started, read and stopped. It ends with the value, because its standard input does.
+//! The generator and a gateway as processes. The generator ends with the value, because its standard input does.
 
-use serde_json::Value;
-use std::{process::Stdio, time::Duration};
+use serde_json::{Value, json};
+use std::{env, fs, path::Path, process::Stdio, time::Duration};
 use tokio::{
     io::{AsyncBufReadExt, AsyncReadExt, BufReader, Lines},
-    process::{Child, ChildStdout, Command},
+    process::{Child, ChildStderr, ChildStdout, Command},
     time::timeout,
 };
 
@@ -119,4 +119,68 @@ pub(crate) async fn app() -> (Load, String) {
     let ready = app.event("ready").await;
     let address = ready["listen"].as_str().unwrap().to_owned();
     (app, address)
+}
+
+/// A gateway, of the build that `BENCH_PROGRAM` names, as for `bench/run`.
+pub(crate) struct Gateway {
+    child: Child,
+    /// Kept open: a gateway that cannot write its log would lose lines.
+    _log: Lines<BufReader<ChildStderr>>,
+    /// Addresses of the tunnel port and of the listeners.
+    pub(crate) tunnel: String,
+    pub(crate) https: String,
+    pub(crate) connect: String,
+}
+
+impl Gateway {
+    /// Starts a gateway with a data directory, whose tunnel port is at this address, and waits until it is ready.
+    pub(crate) async fn start(data: &Path, tunnel: &str) -> Self {
+        let program = env::var_os("BENCH_PROGRAM");
+        let program = program.expect("BENCH_PROGRAM names a build of causeway");
+        let listener = |protocol: &str| json!({ "name": protocol, "protocol": protocol, "listen": "127.0.0.1:0" });
+        let config = json!({
+            "data_dir": data,
+            "workers": 1,
+            "access_log": "none",
+            "tunnel": { "listen": tunnel },
+            "admin": { "listen": "127.0.0.1:0" },
+            "listeners": [listener("https"), listener("connect")],
+        });
+        let file = data.with_extension("yaml");
+        fs::write(&file, config.to_string()).unwrap();
+        let mut child = Command::new(program)
+            .arg("gateway")
+            .arg("--config")
+            .arg(file)
+            .stdin(Stdio::null())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap();
+        let mut log = BufReader::new(child.stderr.take().unwrap()).lines();
+        let mut text = String::new();
+        while !text.contains("gateway ready") {
+            let line = timeout(PATIENCE, log.next_line()).await;
+            let line = line.expect("a line in time").unwrap();
+            text += &line.unwrap_or_else(|| panic!("the gateway ended: {text}"));
+            text.push('\n');
+        }
+        let value_after = |start: &str| {
+            let (_, rest) = text.split_once(start).expect(start);
+            let value = rest.split_whitespace().next().unwrap();
+            value.trim_matches('"').to_owned()
+        };
+        Self {
+            child,
+            _log: log,
+            tunnel: value_after("gateway ready tunnel="),
+            https: value_after("listener=\"https\" address="),
+            connect: value_after("listener=\"connect\" address="),
+        }
+    }
+
+    /// Ends it at once.
+    pub(crate) async fn kill(mut self) {
+        self.child.kill().await.unwrap();
+    }
 }
