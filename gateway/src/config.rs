@@ -32,7 +32,7 @@ use causeway_config::{ByteSize, DurationStr, SocketAddrStr, Specified};
 pub use causeway_config::{
     ConfigError, ListenAddr, Log, LogFormat, ReloadSender, Validate, host_port,
 };
-use causeway_tunnel::control_stream::AnnouncedPorts;
+use causeway_tunnel::{control_stream::AnnouncedPorts, liveness::KeepaliveConfig};
 
 pub use api_cache::{AccessLevel, AccessRule, ApiCache};
 pub use dns::Dns;
@@ -277,6 +277,18 @@ pub struct Tunnel {
     /// Lifetime of an edge's certificate; edges renew after two thirds of it.
     #[serde(with = "DurationStr")]
     pub edge_certificate_lifetime: Duration,
+}
+
+impl Tunnel {
+    /// Returns the time limits of the keepalive of edges and other gateways.
+    pub(crate) fn keepalive(&self) -> KeepaliveConfig {
+        KeepaliveConfig {
+            probe_after: self.ping_after,
+            suspect_after: self.ping_timeout,
+            close_after: self.close_after,
+            ..KeepaliveConfig::default()
+        }
+    }
 }
 
 impl Default for Tunnel {

@@ -1,5 +1,5 @@
-//! Partitions between two gateways of three: packets of one of them do not arrive at the other one, while edges, clients and the
-//! third gateway reach both.
+//! Partitions of three gateways: packets of one of them do not arrive at another one, while edges, clients and the third gateway
+//! reach both; or one of them and the edges do not reach each other.
 //!
 //! Each gateway runs on a host of its own. Requests for nodes with tunnels at two gateways succeed at every gateway. A node that is
 //! at the unreachable gateway alone gets an error that says so.
@@ -10,16 +10,21 @@ use crate::{
         app::{App, answer},
         client::Answer,
         netns::{Host, NEED, SharedNetwork},
-        process::{GatewayProcess, Process, causeway},
+        process::{GatewayProcess, Process},
         tool::need,
         until,
     },
 };
 use futures_util::future::join_all;
 use serde_json::Value;
+use std::time::Duration;
+use tokio::time::timeout;
 
 /// Tunnel port of each gateway.
 const PORT: u16 = 10262;
+
+/// Time for a request that may have been sent on a tunnel which the partition has cut.
+const ATTEMPT: Duration = Duration::from_secs(5);
 
 /// Nodes, each with the numbers of the gateways that hold it.
 const NODES: [(&str, &[usize]); 4] = [
@@ -29,28 +34,33 @@ const NODES: [(&str, &[usize]); 4] = [
     ("edge-1-2", &[1, 2]),
 ];
 
-/// Three gateways on hosts of a network, and their edges.
+/// Three gateways on hosts of a network, and their edges on another host.
 struct Fleet<'a> {
     hosts: Vec<Host<'a>>,
+    edge_host: Host<'a>,
     sites: Vec<GatewayProcess>,
     _edges: Vec<Process>,
     _app: App,
 }
 
 impl<'a> Fleet<'a> {
-    async fn start(network: &'a SharedNetwork) -> Self {
-        let app = App::http(|head| match head.path().as_str() {
-            "/silent" => answer::silence(),
-            _ => answer::ok("here"),
-        })
-        .await;
+    /// Starts gateways with these settings of `tunnel`.
+    async fn start(network: &'a SharedNetwork, settings: &str) -> Self {
+        let edge_host = network.host();
+        let app = {
+            let _there = edge_host.enter();
+            App::http(|head| match head.path().as_str() {
+                "/silent" => answer::silence(),
+                _ => answer::ok("here"),
+            })
+            .await
+        };
         let hosts: Vec<_> = (0..3).map(|_| network.host()).collect();
         let tunnels: Vec<_> = hosts.iter().map(tunnel).collect();
-        // The test has to see the time between suspicion and giving up, also on a slow machine.
         let configuration = |host: &Host<'_>| {
             format!(
                 "listeners: [{{ name: web, protocol: http, listen: \"{}:0\", port: 9100, anonymous: true }}]\n\
-                 peers: {{ addresses: [{}] }}\ntimeouts: {{ reconnect: 2s }}\ntunnel: {{ close_after: 30s }}",
+                 peers: {{ addresses: [{}] }}\ntimeouts: {{ reconnect: 2s }}\ntunnel: {{ {settings} }}",
                 host.address(),
                 tunnels.join(", ")
             )
@@ -69,8 +79,12 @@ impl<'a> Fleet<'a> {
         }
         let edges = NODES.map(|(node, holders)| {
             let gateways: Vec<_> = holders.iter().map(|at| tunnels[*at].as_str()).collect();
-            let edge = causeway("edge --admin-listen 127.0.0.1:0 --tunnels-gateways every");
-            edge.flag("--gateways", gateways.join(","))
+            let edge = edge_host
+                .causeway()
+                .args(["edge", "--tunnels-gateways", "every"]);
+            edge.flag("--admin-listen", "127.0.0.1:0")
+                .flag("--timeouts-silence", "20m")
+                .flag("--gateways", gateways.join(","))
                 .flag("--data-dir", sites[0].edge_data(node))
                 .flag(
                     "--ports",
@@ -80,6 +94,7 @@ impl<'a> Fleet<'a> {
         });
         let fleet = Self {
             hosts,
+            edge_host,
             sites,
             _edges: edges.into(),
             _app: app,
@@ -214,7 +229,8 @@ fn tunnel(host: &Host<'_>) -> String {
 async fn partition(from: usize, to: usize) {
     need!(NEED, "curl");
     let network = SharedNetwork::new();
-    let fleet = &Box::pin(Fleet::start(&network)).await;
+    // The test has to see the time between suspicion and giving up, also on a slow machine.
+    let fleet = &Box::pin(Fleet::start(&network, "close_after: 30s")).await;
     fleet.requests_succeed([from, to]).await;
     let files = fleet.open_files();
     let both = [(from, to), (to, from)];
@@ -260,4 +276,22 @@ async fn a_partition_from_the_first_gateway_to_the_second_is_survived() {
 #[tokio::test]
 async fn a_partition_from_the_second_gateway_to_the_first_is_survived() {
     Box::pin(partition(1, 0)).await;
+}
+
+/// Nothing but a request without an answer shows here that the edges are out of reach: no tunnel is ever suspect.
+#[tokio::test]
+async fn a_gateway_without_its_edges_soon_reaches_their_nodes_through_another_one() {
+    need!(NEED, "curl");
+    let network = SharedNetwork::new();
+    let fleet = &Box::pin(Fleet::start(&network, "ping_after: 10m")).await;
+    let gateway = &fleet.hosts[0];
+    gateway.drop_packets_of(&fleet.edge_host);
+    fleet.edge_host.drop_packets_of(gateway);
+    until("a request reaches the node", async || {
+        let answer = timeout(ATTEMPT, fleet.get(0, "edge-0-2", "/")).await;
+        answer.is_ok_and(|answer| answer.status == 200)
+    })
+    .await;
+    let metrics = fleet.sites[0].metrics().await;
+    assert_eq!(metrics.sum("suspect_tunnels", &[]), 0);
 }

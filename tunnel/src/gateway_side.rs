@@ -304,11 +304,14 @@ impl Tunnel {
     /// Returns the configuration for a connection inside a stream of this tunnel, to an upstream, which is never trusted. The
     /// unread bytes of its streams count against the same budget.
     pub fn nested_config(&self) -> GatewaySideConfig {
-        GatewaySideConfig {
+        let mut config = GatewaySideConfig {
             is_trusted: false,
             control_streams: 0,
             ..self.shared.config.clone()
-        }
+        };
+        // gRPC servers end connections with frequent PINGs.
+        config.keepalive.unanswered_after = None;
+        config
     }
 
     /// Opens the control stream (see [`crate::control_stream`]).

@@ -35,7 +35,6 @@ use causeway_tunnel::{
     control_stream::{ControlStream, ControlStreamError},
     edge_side::StreamRequest,
     gateway_side::{self, ConnectionDriver, GatewaySideConfig},
-    liveness::KeepaliveConfig,
 };
 use feed::own_hello;
 use futures_util::{
@@ -371,11 +370,7 @@ impl PeerConnector {
             serial,
         } = connecting.await?;
         let config = GatewaySideConfig {
-            keepalive: KeepaliveConfig {
-                probe_after: self.settings.ping_after,
-                suspect_after: self.settings.ping_timeout,
-                close_after: self.settings.close_after,
-            },
+            keepalive: self.settings.keepalive(),
             budget: self.limits.buffered_bytes / LINK_BUDGET_DIVISOR,
             node_budget: Arc::default(),
             max_streams: self.limits.streams,

@@ -12,7 +12,7 @@ use crate::{
     engine::{self, Ping, PingPong},
     error::TunnelEnd,
     flow_control,
-    liveness::{Keepalive, KeepaliveAction},
+    liveness::{Keepalive, KeepaliveAction, ProbeReasons},
     load::TunnelLoad,
     wire,
 };
@@ -222,11 +222,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
             // Only one probe may be outstanding; the response to a turn also proves liveness.
             let probe_requested = self.shared.probe_requested.swap(false, Relaxed);
             // A tunnel may be stuck although single bytes arrive; only the response to a PING proves progress.
-            let streams = self.shared.load.open_streams() > CONTROL_STREAMS;
+            let open_streams = self.shared.load.open_streams();
             let next_probe = self.last_probe + self.config.keepalive.probe_after;
-            let force_probe = self.pending_frame != PendingControlFrame::WindowGrant
-                && (probe_requested || (streams && next_probe <= now));
-            let action = self.keepalive.check(now, (read, written), force_probe);
+            let is_due = open_streams > CONTROL_STREAMS && next_probe <= now;
+            let may_probe = self.pending_frame != PendingControlFrame::WindowGrant;
+            let reasons = ProbeReasons {
+                has_streams: may_probe && open_streams > self.config.control_streams,
+                is_requested: may_probe && (probe_requested || is_due),
+            };
+            let action = self.keepalive.check(now, (read, written), reasons);
             let suspect = matches!(action, KeepaliveAction::Suspect(_));
             self.shared.suspect.store(suspect, Relaxed);
             self.shared

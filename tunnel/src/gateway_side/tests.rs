@@ -743,6 +743,23 @@ async fn an_early_probe_measures_the_silence_of_a_tunnel() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_request_without_an_answer_is_probed_within_1_s() {
+    let second = Duration::from_secs(1);
+    let (tunnel, _ended, _edge) = pair(GatewaySideConfig {
+        control_streams: 0,
+        ..GatewaySideConfig::default()
+    })
+    .await;
+    tokio::time::sleep(2 * second).await;
+    let target = target();
+    let opened = tunnel.open(get("/"), &StreamKind::Request, &target, true);
+    let _stream = opened.await.unwrap();
+    tokio::time::sleep(3 * second / 2).await;
+    let unanswered = tunnel.unanswered_for();
+    assert!((second / 4..second).contains(&unanswered), "{unanswered:?}");
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_idle_tunnel_is_kept_alive_by_pings_seen_at_both_ends() {
     let (tunnel, mut ended, mut edge) = pair(GatewaySideConfig::default()).await;
     let mut driven = Tasks::default();
@@ -877,6 +894,7 @@ async fn an_edge_follows_the_round_trip_that_the_gateway_knows() {
         // No further measurement is made.
         keepalive: KeepaliveConfig {
             probe_after: Duration::from_hours(1),
+            unanswered_after: None,
             suspect_after: Duration::from_hours(2),
             close_after: Duration::from_hours(3),
         },

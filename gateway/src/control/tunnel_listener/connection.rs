@@ -19,7 +19,6 @@ use causeway_tunnel::{
     Tunnel, TunnelEnd,
     control_stream::{ControlStream, ControlStreamError, GatewayMessage, GoAway},
     gateway_side::{self, GatewaySideConfig},
-    liveness::KeepaliveConfig,
     wire::MAX_TUNNELS_PER_EDGE,
 };
 use futures_util::future::BoxFuture;
@@ -68,11 +67,7 @@ impl TunnelConnection {
         };
         let config = &admission.settings;
         let settings = GatewaySideConfig {
-            keepalive: KeepaliveConfig {
-                probe_after: config.ping_after,
-                suspect_after: config.ping_timeout,
-                close_after: config.close_after,
-            },
+            keepalive: config.keepalive(),
             budget: config.memory,
             // A refused edge has no streams.
             node_budget: node.map_or_else(

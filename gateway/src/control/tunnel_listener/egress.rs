@@ -23,7 +23,6 @@ use causeway_rt::task::TaskGroup;
 use causeway_tunnel::{
     TunnelEnd,
     edge_side::{self, EdgeSide, EdgeSideConfig, IncomingStream},
-    liveness::KeepaliveConfig,
     refusal,
 };
 use std::{fmt, net::SocketAddr, time::Duration};
@@ -77,13 +76,8 @@ impl HandshakeContext {
             return Err(refuse(io, HandshakeError::EgressFull).await);
         };
         let settings = &admission.settings;
-        let keepalive = KeepaliveConfig {
-            probe_after: settings.ping_after,
-            suspect_after: settings.ping_timeout,
-            close_after: settings.close_after,
-        };
         let config = EdgeSideConfig {
-            read_timeout: keepalive.probe_after + keepalive.suspect_after + keepalive.close_after,
+            read_timeout: settings.ping_after + settings.ping_timeout + settings.close_after,
             budget: UNREAD_BYTES,
             max_streams: MAX_STREAMS,
             round_trip,

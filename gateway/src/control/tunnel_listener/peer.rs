@@ -4,10 +4,7 @@ use super::{HandshakeContext, handshake_error::HandshakeError, tls::Io};
 use crate::control::peers::{ForwardHandler, NodeFeed};
 use causeway_certs::PeerRejected;
 use causeway_rt::task::TaskGroup;
-use causeway_tunnel::{
-    edge_side::{self, EdgeSide, EdgeSideConfig, IncomingStream},
-    liveness::KeepaliveConfig,
-};
+use causeway_tunnel::edge_side::{self, EdgeSide, EdgeSideConfig, IncomingStream};
 use std::{net::SocketAddr, time::Duration};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
@@ -40,13 +37,8 @@ impl HandshakeContext {
             return Ok(());
         };
         let settings = &admission.settings;
-        let keepalive = KeepaliveConfig {
-            probe_after: settings.ping_after,
-            suspect_after: settings.ping_timeout,
-            close_after: settings.close_after,
-        };
         let config = EdgeSideConfig {
-            read_timeout: keepalive.probe_after + keepalive.suspect_after + keepalive.close_after,
+            read_timeout: settings.ping_after + settings.ping_timeout + settings.close_after,
             // The window of a stream never shrinks here, and each slow edge may leave one unread.
             budget: STREAM_WINDOW,
             // The limits of nodes and of the gateway apply to each stream.

@@ -17,8 +17,9 @@ use std::{collections::BTreeSet, time::Duration};
 /// Maximum number of times that one request is forwarded: three attempts, and two that were left to another gateway because a
 /// tunnel was late (`proxy/peer.rs`).
 const MAX_FORWARDED: usize = 3 + 2;
-/// Time after which a gateway avoids a silent tunnel or peer: the probe after 5 s, and a second without an answer.
-const DETECTION: Duration = Duration::from_millis(6_500);
+/// Time after which a gateway avoids a silent tunnel or peer: each node gets a request in a second, the probe follows after a second
+/// without an answer, and the tunnel is late after another one.
+const DETECTION: Duration = Duration::from_millis(3_500);
 /// Time within which a request has found its path, if all gateways have noticed the faults.
 const PROMPT: Duration = Duration::from_secs(1);
 /// Time after which all other gateways know that one was killed.

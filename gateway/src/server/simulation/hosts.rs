@@ -233,6 +233,7 @@ async fn serve_tunnel(registry: Registry, mut tcp: TcpStream, from: SocketAddr) 
             suspect_after: Duration::from_secs(10),
             ..KeepaliveConfig::default()
         },
+        control_streams: 0,
         ..GatewaySideConfig::default()
     };
     let connecting = gateway_side::connect(io, traffic, config);
