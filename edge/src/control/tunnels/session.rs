@@ -39,9 +39,8 @@ use tracing::{debug, info, info_span, warn};
 
 /// Time that streams get to reset their upstreams after the loss of their tunnel.
 const LOSS_GRACE: Duration = Duration::from_secs(5);
-/// Time that a draining tunnel waits, after its last stream, for the gateway to close it. The gateway may have opened a stream
-/// before it received the announcement.
-const LINGER: Duration = Duration::from_secs(1);
+/// Time that a tunnel of a stopping edge waits, after its last stream, for the gateway to close it.
+const STOP_LINGER: Duration = Duration::from_secs(1);
 /// Interval at which a draining tunnel checks whether its streams have ended.
 const LEAVE_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -438,9 +437,19 @@ impl TunnelSession {
             Phase::Leaving { .. } if !streams.is_empty() => Phase::Leaving {
                 idle_since: Instant::now(),
             },
-            Phase::Leaving { idle_since } if idle_since.elapsed() >= LINGER => return None,
+            Phase::Leaving { idle_since } if idle_since.elapsed() >= self.linger() => return None,
             Phase::Leaving { .. } | Phase::Open => phase,
         })
+    }
+
+    /// Returns the time that a leaving tunnel waits, after its last stream, for the gateway to close it. The gateway may have opened
+    /// a stream before it received the announcement, which a link or a busy gateway can delay by seconds.
+    fn linger(&self) -> Duration {
+        if self.context.stop.is_cancelled() {
+            STOP_LINGER
+        } else {
+            self.context.config.timeouts.silence
+        }
     }
 
     /// Announces to the gateway that this tunnel leaves. If the edge stops and has long streams, or if the gateway drains, the edge

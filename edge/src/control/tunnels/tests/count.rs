@@ -119,13 +119,11 @@ async fn the_next_gateway_replaces_one_that_dies_until_it_returns() {
         "{leave:?}"
     );
     edge.until(active_at(&at[..2])).await;
-    // Longer than a tunnel without streams stays.
-    pass(super::super::context::LEAVE_TIMEOUT).await;
-    round_trip(&mut send, &mut receive, 1000).await;
+    pass_with_stream(&mut send, &mut receive).await;
     assert_eq!(edge.reader.status().tunnels.len(), 3);
     send.end().unwrap();
     assert!(receive.next_chunk().await.is_none());
-    edge.until(|status| status.tunnels.len() == 2).await;
+    pass_until_tunnels(&edge, 2).await;
     for gateway in &mut gateways {
         assert!(gateway.registered.try_recv().is_err(), "dialled again");
     }
