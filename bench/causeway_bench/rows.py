@@ -90,7 +90,7 @@ def _requests() -> list[Row]:
         rows.append(
             Row(f"http2-{connections * streams}", f"HTTP/2, {connections} connections with {streams} streams each, 1 KiB",
                 partial(measures.http2, connections=connections, streams=streams), PER_REQUEST, DIRECT,
-                smoke=SMOKE if several else (), before=several)
+                smoke=OWN if several else (), before=several)
         )  # fmt: skip
     rows.extend(
         Row(f"connect-{callers}", f"HTTP/1.1 inside CONNECT, {callers} clients, 1 KiB",
@@ -100,7 +100,7 @@ def _requests() -> list[Row]:
     )  # fmt: skip
     rows.append(
         Row("connections", "a new TLS connection for each request, 64 clients",
-            partial(measures.connections, callers=64), PER_REQUEST, DIRECT, smoke=SMOKE)
+            partial(measures.connections, callers=64), PER_REQUEST, DIRECT)
     )  # fmt: skip
     rows.append(
         Row("connections-connect", "a new TLS connection and CONNECT for each request, 64 clients",
@@ -115,22 +115,21 @@ def _transfers() -> list[Row]:
     everybody = ("haproxy", "haproxy-hops", *TUNNELS)
     for count in (1, 8):
         word = "one" if count == 1 else "eight"
-        smoke = SMOKE if count == 1 else ()
         rows.append(
             Row(f"down-{count}", f"download, {word} at once", partial(measures.down, count=count), PER_GB, everybody,
-                smoke=smoke, before=True)
+                before=True)
         )  # fmt: skip
         rows.append(
             Row(f"up-{count}", f"upload, {word} at once", partial(measures.up, count=count), PER_GB, everybody,
-                app="load", smoke=smoke, before=count == 1, needs=("bench-load",))
+                app="load", smoke=OWN if count == 1 else (), before=count == 1, needs=("bench-load",))
         )  # fmt: skip
     upgrades = tuple(name for name in DIRECT if name != "haproxy-hops")
     for way, who in (("connect", CONNECTS), ("upgrade", upgrades)):
         word = "CONNECT" if way == "connect" else "an upgrade"
         rows.extend(
             Row(f"{way}-{'up' if is_up else 'down'}", f"{'upload' if is_up else 'download'} inside of {word}",
-                partial(measures.within, way=way, is_up=is_up), PER_GB, who, app="load",
-                smoke=() if is_up else OWN, references=("haproxy",), needs=("bench-load",))
+                partial(measures.within, way=way, is_up=is_up), PER_GB, who, app="load", references=("haproxy",),
+                needs=("bench-load",))
             for is_up in (False, True)
         )  # fmt: skip
     return rows
@@ -168,8 +167,7 @@ def _standing() -> list[Row]:
     for name, resume in (("full", False), ("resumed", True)):
         rows.append(
             Row(f"handshakes-{name}", f"edges' {name} handshakes, with hello", partial(measures.storm, resume=resume),
-                ("per_s_and_core", "resumed_share"), OWN, start="own", references=(), smoke=() if resume else OWN,
-                needs=("bench-load",))
+                ("per_s_and_core", "resumed_share"), OWN, start="own", references=(), needs=("bench-load",))
         )  # fmt: skip
     rows.extend(
         Row(f"restart-{count}", f"{count:,} edges after a gateway's restart", partial(measures.restart, count=count),
