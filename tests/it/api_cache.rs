@@ -2,6 +2,7 @@
 //! do, through outages, restarts and damage.
 
 use crate::world::{
+    admin,
     process::{Causeway, GatewayProcess, Process, address_after, causeway},
     tool::{Tool, need},
     until,
@@ -128,8 +129,7 @@ impl ApiCacheEdge {
         let line = written
             .line(|line| line.contains("edge is running"))
             .unwrap();
-        let url = format!("http://{}/{path}", address_after(line, "admin="));
-        Tool::curl().args([url]).run().await.ok().text()
+        admin::get(&address_after(line, "admin="), &format!("/{path}")).await
     }
 
     async fn status(&self) -> Value {

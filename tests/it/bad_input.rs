@@ -5,7 +5,7 @@
 //! that already runs backs off and logs the refusal.
 
 use crate::world::{
-    PATIENCE,
+    PATIENCE, admin,
     app::App,
     process::{
         Causeway, ExitedProcess, GatewayProcess, Output, Process, am_root, causeway,
@@ -694,8 +694,7 @@ fn admin_of(output: &Output) -> String {
 }
 
 async fn edge_status(edge: &Process) -> Value {
-    let url = format!("http://{}/status", admin_of(&edge.written()));
-    Tool::curl().args([url]).run().await.ok().json()
+    admin::json(&admin_of(&edge.written()), "/status").await
 }
 
 /// Returns all files of a directory with names and content, except the lock.

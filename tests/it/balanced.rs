@@ -3,7 +3,7 @@
 use crate::{
     fleet::{Load, load},
     world::{
-        PATIENCE,
+        PATIENCE, admin,
         app::App,
         process::{GatewayProcess, OPEN, Process, address_after, causeway},
         tool::{Running, Tool, need},
@@ -169,8 +169,7 @@ impl Balanced {
 
 impl Edge {
     async fn ask(&self, path: &str) -> String {
-        let url = format!("http://{}{path}", self.admin);
-        Tool::curl().args([url]).run().await.ok().text()
+        admin::get(&self.admin, path).await
     }
 
     /// Returns how often the edge reached a gateway to which it already had a tunnel.

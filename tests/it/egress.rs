@@ -6,7 +6,7 @@ mod resets;
 mod stalled;
 
 use crate::world::{
-    World,
+    World, admin,
     app::{App, Script, answer},
     authority::Authority,
     client::{Client, ListenerAddress, exchange, read},
@@ -450,9 +450,9 @@ async fn the_proxy_forwards_plain_requests_that_a_rule_allows() {
 
 /// Waits until the edge has counted these ends of connections.
 async fn until_outcomes(edge: &Edge, counts: &[(&str, usize)]) {
-    let metrics = format!("http://{}/metrics", edge.admin());
+    let address = edge.admin().to_string();
     until("all connections have ended", async || {
-        let text = Tool::curl().args([&metrics]).run().await.ok().text();
+        let text = admin::get(&address, "/metrics").await;
         counts.iter().all(|(outcome, count)| {
             let line = format!("egress_connections_total{{outcome=\"{outcome}\"}} {count}\n");
             text.contains(&line)

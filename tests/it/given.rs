@@ -316,8 +316,7 @@ async fn renew(site: &GatewayProcess, (name, usage, names): (&str, &str, &str)) 
 
 /// Returns the certificates of its tunnels; a tunnel that was replaced stays while it has streams.
 async fn serials(site: &GatewayProcess) -> BTreeSet<String> {
-    let asked = Tool::curl().args([format!("http://{}/api/v1/edges/edge-1", site.admin)]);
-    let node: Value = asked.run().await.ok().json();
+    let node = site.node("edge-1").await;
     let tunnels = node["details"].as_array().unwrap().iter();
     tunnels
         .map(|tunnel| tunnel["certificate"].to_string())

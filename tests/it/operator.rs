@@ -113,8 +113,7 @@ async fn a_gateway_with_an_unwritable_log_serves_and_counts_it() {
         let Ok(admin) = fs::read_to_string(data.join("run-admin")) else {
             return false;
         };
-        let url = format!("http://{}/metrics", admin.trim());
-        let metrics = Tool::curl().args([url]).run().await.ok().text();
+        let metrics = crate::world::admin::get(admin.trim(), "/metrics").await;
         let line = "causeway_log_lines_dropped_total{log=\"stderr\"} ";
         let dropped = metrics.lines().find_map(|found| found.strip_prefix(line));
         dropped.is_some_and(|lines| lines != "0")

@@ -1,6 +1,7 @@
 //! Gateways that forward requests to each other: a client reaches each node at any gateway, whichever has the node's tunnel.
 
 use crate::world::{
+    admin,
     app::{App, answer},
     authority::Authority,
     client::{exchange, read, read_to_end},
@@ -182,9 +183,7 @@ impl Fleet {
 }
 
 pub(crate) async fn peers_of(site: &GatewayProcess) -> Vec<Value> {
-    let url = format!("http://{}/api/v1/peers", site.admin);
-    let answer = Tool::curl().args([url]).run().await.ok();
-    answer.json().as_array().unwrap().clone()
+    site.api("peers").await.as_array().unwrap().clone()
 }
 
 /// An app that echoes bodies and sessions, and says `here` otherwise.
@@ -470,8 +469,7 @@ async fn a_pooled_connection_to_an_upstream_serves_its_own_node_alone() {
 
 /// Returns the leader of the pool that a gateway announces.
 async fn leader_at(site: &GatewayProcess) -> Option<String> {
-    let url = format!("http://{}/api/v1/pool", site.admin);
-    let pool = Tool::curl().args([url]).run().await.ok().json();
+    let pool = site.api("pool").await;
     pool["leaders"]["north"].as_str().map(str::to_owned)
 }
 
@@ -479,8 +477,7 @@ async fn leader_at(site: &GatewayProcess) -> Option<String> {
 async fn api_cache(edge: &Process) -> Value {
     let log = edge.written();
     let line = log.line(|line| line.contains("edge is running")).unwrap();
-    let url = format!("http://{}/status", address_after(line, "admin="));
-    let status = Tool::curl().args([url]).run().await.ok().json();
+    let status = admin::json(&address_after(line, "admin="), "/status").await;
     status["api_cache"].clone()
 }
 
@@ -625,8 +622,7 @@ async fn a_rotation_waits_for_each_gateway_and_its_edges() {
 
 /// Returns the serial number of the certificate that a gateway presents to edges and other gateways.
 pub(crate) async fn serial_of(site: &GatewayProcess) -> String {
-    let url = format!("http://{}/api/v1/certificates", site.admin);
-    let all = Tool::curl().args([url]).run().await.ok().json();
+    let all = site.api("certificates").await;
     let all = all.as_array().unwrap();
     let own = all.iter().find(|it| it["used_for"] == "tunnel").unwrap();
     own["serial"].as_str().unwrap().to_owned()

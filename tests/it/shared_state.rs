@@ -318,9 +318,8 @@ async fn a_new_enrolment_ends_older_tunnels_at_each_gateway() {
 
 /// Returns the roots of a gateway, as the admin API shows them.
 async fn roots_of(site: &GatewayProcess) -> Vec<Value> {
-    let url = format!("http://{}/api/v1/ca", site.admin);
-    let answer = Tool::curl().args([url]).run().await.ok();
-    answer.json()["roots"].as_array().unwrap().clone()
+    let answer = site.api("ca").await;
+    answer["roots"].as_array().unwrap().clone()
 }
 
 #[tokio::test]

@@ -8,7 +8,7 @@
 use crate::world::{
     netns::{HUB, Host, NEED, SharedNetwork, Switch},
     process::{GatewayProcess, OPEN, Output, Process, address_after, causeway},
-    tool::{Tool, full, need},
+    tool::{full, need},
     until,
 };
 use flate2::read::GzDecoder;
@@ -73,9 +73,7 @@ impl Cloud {
     }
 
     async fn api(&self, path: &str) -> Value {
-        let url = format!("http://{}/api/v1/{path}", self.site.admin);
-        let text = Tool::curl().args([url]).run().await.ok().text();
-        serde_json::from_str(&text).unwrap()
+        self.site.api(path).await
     }
 
     /// Returns the leader of each pool.

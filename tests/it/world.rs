@@ -4,6 +4,7 @@
 //! for conditions with a time limit, never for a time. The logs of the gateway and its edges are stored, so that a test can
 //! compare an answer with its access record.
 
+pub(crate) mod admin;
 pub(crate) mod app;
 pub(crate) mod authority;
 pub(crate) mod client;

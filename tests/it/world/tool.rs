@@ -6,11 +6,13 @@
 
 use super::{netns, process::am_root};
 use std::{
+    collections::BTreeMap,
     env,
     ffi::OsStr,
     io::Write,
     path::PathBuf,
     process::{ExitStatus, Stdio},
+    sync::Mutex,
     time::Duration,
 };
 use test_summary::Skipped;
@@ -47,7 +49,7 @@ pub(crate) use need;
 
 /// Whether `tool` is available: a program, or a module as `python:name`. Reports a missing one.
 pub(crate) fn have(tool: &str) -> bool {
-    if is_here(tool) {
+    if was_found(tool) {
         return true;
     }
     let required = env::var_os("CAUSEWAY_TEST_REQUIRE_ALL").is_some_and(|value| value == "1");
@@ -84,6 +86,17 @@ fn test_name() -> String {
 
 fn needs_root(tool: &str) -> bool {
     matches!(tool, netns::NEED | "mounts")
+}
+
+/// Looks for each tool once: most tests need one of a few, and starting it costs more than some of these tests.
+fn was_found(tool: &str) -> bool {
+    static RESULTS: Mutex<BTreeMap<String, bool>> = Mutex::new(BTreeMap::new());
+    let earlier = RESULTS.lock().unwrap().get(tool).copied();
+    earlier.unwrap_or_else(|| {
+        let found = is_here(tool);
+        RESULTS.lock().unwrap().insert(tool.to_owned(), found);
+        found
+    })
 }
 
 fn is_here(tool: &str) -> bool {

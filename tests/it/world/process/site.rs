@@ -7,7 +7,7 @@ use super::{
     causeway_with_files,
 };
 use crate::world::{
-    Metrics,
+    Metrics, admin,
     client::{Client, ListenerAddress},
     log::Log,
     netns::Host,
@@ -114,8 +114,8 @@ impl GatewayProcess {
 
     /// Returns the answer about its readiness.
     pub(crate) async fn readyz(&self) -> String {
-        let url = format!("http://{}/readyz", self.admin);
-        Tool::new("curl").args(["-sS", &url]).run().await.text()
+        let answer = admin::try_get(&self.admin, "/readyz").await;
+        answer.unwrap_or_default()
     }
 
     /// Waits until it is ready without a fault. With shared state, other gateways find its CA there from then on.
@@ -157,15 +157,17 @@ impl GatewayProcess {
 
     /// The gateway's metrics now.
     pub(crate) async fn metrics(&self) -> Metrics {
-        let url = format!("http://{}/metrics", self.admin);
-        Metrics(Tool::curl().args([url]).run().await.ok().text())
+        Metrics(admin::get(&self.admin, "/metrics").await)
     }
 
     /// Returns the admin API's row of a node.
     pub(crate) async fn node(&self, node: &str) -> serde_json::Value {
-        let url = format!("http://{}/api/v1/edges/{node}", self.admin);
-        let row = Tool::curl().args([url]).run().await.ok();
-        row.json()
+        self.api(&format!("edges/{node}")).await
+    }
+
+    /// Returns the admin API's answer for this path below `/api/v1/`.
+    pub(crate) async fn api(&self, path: &str) -> serde_json::Value {
+        admin::json(&self.admin, &format!("/api/v1/{path}")).await
     }
 
     /// Starts a process that takes over from the running one. Returns the running one as well.
