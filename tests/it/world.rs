@@ -38,13 +38,13 @@ use std::{
     time::Duration,
 };
 use tempfile::TempDir;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 use tool::Tool;
 
 /// Limit of a wait for an event that takes milliseconds on an idle machine.
 pub(crate) const PATIENCE: Duration = Duration::from_mins(2);
-/// Interval at which a condition is checked.
-const LOOK: Duration = Duration::from_millis(5);
+/// Least and greatest pause between two checks of a condition.
+const LOOK: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(100)];
 /// Lifetime of the certificates issued here.
 pub(crate) const LIFE: Duration = Duration::from_hours(1);
 /// A name in the certificate of every listener that is no node's name.
@@ -298,11 +298,13 @@ impl Metrics {
     }
 }
 
-/// Waits until a condition holds.
+/// Waits until a condition holds. The longer that takes, the less often it is checked, because many checks start a program.
 pub(crate) async fn until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
+    let [least, greatest] = LOOK;
+    let begun = Instant::now();
     let looking = async {
         while !holds().await {
-            sleep(LOOK).await;
+            sleep((begun.elapsed() / 16).clamp(least, greatest)).await;
         }
     };
     let held = timeout(PATIENCE, looking).await;

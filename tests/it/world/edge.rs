@@ -186,7 +186,7 @@ impl Edge {
                     return bound;
                 };
                 // A child that another test has forked keeps the lock of this directory until it executes its program.
-                sleep(LOOK).await;
+                sleep(LOOK[0]).await;
             }
         };
         let bound = timeout(PATIENCE, opening).await;
