@@ -193,6 +193,11 @@ impl Metrics {
         self.declared.stale_holders.inc();
     }
 
+    /// Counts a request that is sent a second time.
+    pub fn count_repeated_request(&self) {
+        self.declared.requests_repeated.inc();
+    }
+
     /// Sets the number of other gateways by state, and the number of nodes that they hold.
     pub fn set_peers(&self, by_state: [(&'static str, usize); 3], nodes: usize) {
         for (state, number) in by_state {

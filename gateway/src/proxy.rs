@@ -27,6 +27,7 @@ mod counted_body;
 pub mod forward;
 pub mod forwarding_headers;
 pub mod identity_headers;
+mod repeat;
 mod request_body;
 
 mod client_session;
@@ -43,6 +44,7 @@ mod gateway_resources;
 
 pub mod error_response;
 pub mod response_body;
+mod response_head;
 
 pub mod access_log;
 mod trace_context;

@@ -17,14 +17,20 @@ use crate::{
 };
 use futures_util::future::join_all;
 use serde_json::Value;
-use std::time::Duration;
-use tokio::time::timeout;
+use std::{
+    sync::atomic::{AtomicBool, Ordering::SeqCst},
+    time::Duration,
+};
+use tokio::time::{Instant, timeout};
 
 /// Tunnel port of each gateway.
 const PORT: u16 = 10262;
 
 /// Time for a request that may have been sent on a tunnel which the partition has cut.
 const ATTEMPT: Duration = Duration::from_secs(5);
+
+/// Time for requests that another gateway does not accept: three attempts of 7 s each, and a slow machine.
+const UNACCEPTED: Duration = Duration::from_secs(30);
 
 /// Nodes, each with the numbers of the gateways that hold it.
 const NODES: [(&str, &[usize]); 4] = [
@@ -40,7 +46,7 @@ struct Fleet<'a> {
     edge_host: Host<'a>,
     sites: Vec<GatewayProcess>,
     _edges: Vec<Process>,
-    _app: App,
+    app: App,
 }
 
 impl<'a> Fleet<'a> {
@@ -49,8 +55,10 @@ impl<'a> Fleet<'a> {
         let edge_host = network.host();
         let app = {
             let _there = edge_host.enter();
-            App::http(|head| match head.path().as_str() {
+            let was_asked = AtomicBool::new(false);
+            App::http(move |head| match head.path().as_str() {
                 "/silent" => answer::silence(),
+                "/silent-once" if !was_asked.swap(true, SeqCst) => answer::silence(),
                 _ => answer::ok("here"),
             })
             .await
@@ -97,7 +105,7 @@ impl<'a> Fleet<'a> {
             edge_host,
             sites,
             _edges: edges.into(),
-            _app: app,
+            app,
         };
         fleet.until_complete().await;
         fleet
@@ -128,8 +136,20 @@ impl<'a> Fleet<'a> {
     }
 
     async fn get(&self, entry: usize, node: &str, path: &str) -> Answer {
+        self.ask(entry, "GET", node, path).await
+    }
+
+    async fn ask(&self, entry: usize, method: &str, node: &str, path: &str) -> Answer {
         let client = self.sites[entry].nobody();
-        client.get(&format!("http://{node}:9100{path}")).await
+        let url = format!("http://{node}:9100{path}");
+        client.ask(method, &url, "").await
+    }
+
+    /// Lets no packet pass between a gateway and the edges.
+    fn cut_off_from_edges(&self, gateway: usize) {
+        let gateway = &self.hosts[gateway];
+        gateway.drop_packets_of(&self.edge_host);
+        self.edge_host.drop_packets_of(gateway);
     }
 
     /// Requests each node at each gateway, except those that only the gateway behind the partition holds.
@@ -179,11 +199,14 @@ impl<'a> Fleet<'a> {
     async fn requests_fail(&self, entry: usize, other: usize) {
         let node = NODES[other].0;
         // The partition is not known yet.
-        let early = self.get(entry, node, "/").await;
-        let text = early.text();
-        assert_eq!(early.status, 502, "{text}");
-        let says = format!("the gateway that has the tunnel of {node} does not answer");
-        assert!(text.contains(&says), "{text}");
+        let early = ["GET", "POST"].map(|method| self.ask(entry, method, node, "/"));
+        let early = timeout(UNACCEPTED, join_all(early)).await;
+        for early in early.expect("the requests fail long before the link is closed") {
+            let text = early.text();
+            assert_eq!(early.status, 502, "{text}");
+            let says = format!("the gateway that has the tunnel of {node} does not answer");
+            assert!(text.contains(&says), "{text}");
+        }
         let is_given_up = async || !self.shows(entry, other).await;
         until("the other gateway is given up", is_given_up).await;
         let late = self.get(entry, node, "/").await;
@@ -284,9 +307,7 @@ async fn a_gateway_without_its_edges_soon_reaches_their_nodes_through_another_on
     need!(NEED, "curl");
     let network = SharedNetwork::new();
     let fleet = &Box::pin(Fleet::start(&network, "ping_after: 10m")).await;
-    let gateway = &fleet.hosts[0];
-    gateway.drop_packets_of(&fleet.edge_host);
-    fleet.edge_host.drop_packets_of(gateway);
+    fleet.cut_off_from_edges(0);
     until("a request reaches the node", async || {
         let answer = timeout(ATTEMPT, fleet.get(0, "edge-0-2", "/")).await;
         answer.is_ok_and(|answer| answer.status == 200)
@@ -294,4 +315,36 @@ async fn a_gateway_without_its_edges_soon_reaches_their_nodes_through_another_on
     .await;
     let metrics = fleet.sites[0].metrics().await;
     assert_eq!(metrics.sum("suspect_tunnels", &[]), 0);
+}
+
+/// The requests have no response when the edges get out of reach. Only those without effects reach the app again.
+#[tokio::test]
+async fn requests_on_a_cut_tunnel_are_answered_through_another_gateway() {
+    need!(NEED, "curl");
+    let network = SharedNetwork::new();
+    let fleet = &Box::pin(Fleet::start(&network, "")).await;
+    let (node, before) = ("edge-0-2", fleet.app.requests());
+    let cutting = async {
+        until("both requests are at the app", async || {
+            fleet.app.requests() == before + 2
+        })
+        .await;
+        fleet.cut_off_from_edges(0);
+        Instant::now()
+    };
+    let getting = async {
+        let answer = fleet.get(0, node, "/silent-once").await;
+        (answer, Instant::now())
+    };
+    let posting = fleet.ask(0, "POST", node, "/silent");
+    let ((answer, answered_at), posted, cut_at) = tokio::join!(getting, posting, cutting);
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    assert!(answered_at - cut_at < ATTEMPT, "{:?}", answered_at - cut_at);
+    assert_eq!(
+        (posted.status, posted.reason()),
+        (502, "tunnel_lost".into())
+    );
+    assert_eq!(fleet.app.requests(), before + 3);
+    let metrics = fleet.sites[0].metrics().await;
+    assert_eq!(metrics.sum("requests_repeated_total", &[]), 1);
 }

@@ -16,7 +16,7 @@ use crate::{
         until,
     },
 };
-use futures_util::{StreamExt, stream};
+use futures_util::{StreamExt, future::join_all, stream};
 use rustls::version::TLS13;
 use serde_json::Value;
 use std::{
@@ -26,6 +26,8 @@ use std::{
 use test_summary::unused_port;
 
 const URL: &str = "http://edge-1:9100/";
+/// Number of tokens for which two gateways race.
+const RACES: usize = 8;
 
 /// Returns a gateway with an empty data directory, which gets the CA from etcd once `first` has stored it there.
 async fn another(etcd: &Etcd, first: &GatewayProcess) -> GatewayProcess {
@@ -169,6 +171,39 @@ async fn each_command_works_at_any_gateway() {
     until_known(&one, "edge-1", "away").await;
 
     edge.kill().await;
+}
+
+/// Two machines show one token to two gateways at the same time.
+#[tokio::test]
+async fn one_of_two_gateways_spends_a_token_for_which_they_race() {
+    need!("etcd");
+    let (etcd, app) = (Etcd::start().await, App::saying("it").await);
+    let one = GatewayProcess::with_listeners(&configuration(&etcd, "/causeway/")).await;
+    let two = another(&etcd, &one).await;
+    two.until_ready().await;
+    let sites = [&one, &two];
+    for round in 0..RACES {
+        let node = format!("edge-{round}");
+        let token = one.token(&format!("--node {node}")).await;
+        // Each machine has a key of its own.
+        let edges = sites.map(|site| site.edge(&node, app.port()).flag("--join", &token).start());
+        let joining = edges.map(async |mut edge| (edge.says("tunnel registered").await, edge));
+        let (joined, refused): (Vec<_>, Vec<_>) = join_all(joining)
+            .await
+            .into_iter()
+            .partition(|(is_joined, _)| *is_joined);
+        assert_eq!((joined.len(), refused.len()), (1, 1), "{node}");
+        for (_, edge) in refused {
+            let message = ["the join token was already used"];
+            edge.ended().await.failed(&message);
+        }
+        for (_, edge) in joined {
+            edge.stop().await.ok();
+        }
+        for site in sites {
+            until_known(site, &node, "away").await;
+        }
+    }
 }
 
 #[tokio::test]

@@ -67,6 +67,8 @@ declare! {
     streams_served_for_peers: Counter,
     /// Forwarded streams whose node had left the other gateway.
     stale_holders: Counter,
+    /// Requests that were sent a second time, elsewhere, because their tunnel did not answer or was lost.
+    requests_repeated: Counter,
     /// Other gateways, by state.
     peers: Family<[Label; 1], Gauge>,
     /// Nodes that other gateways hold.

@@ -212,6 +212,7 @@ pub struct AccessRecord {
     /// Waker of the task that sends the request body.
     upload_waker: AtomicWaker,
     is_checking: AtomicBool,
+    is_repeated: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -323,6 +324,7 @@ impl AccessRecord {
             stream_waker: AtomicWaker::new(),
             upload_waker: AtomicWaker::new(),
             is_checking: AtomicBool::new(false),
+            is_repeated: AtomicBool::new(false),
         })
     }
 
@@ -440,6 +442,11 @@ impl AccessRecord {
     /// Sets whether the stream is being checked, and returns the previous value.
     pub(super) fn set_checking(&self, now: bool) -> bool {
         self.is_checking.swap(now, Relaxed)
+    }
+
+    /// Whether the request may be sent again because its tunnel does not answer; true once.
+    pub(super) fn take_repetition(&self) -> bool {
+        !self.is_repeated.swap(true, Relaxed)
     }
 
     /// Waits until the stream is terminated; for the task that sends the request body.

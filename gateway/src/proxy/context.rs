@@ -14,7 +14,10 @@ use super::{
 use crate::{
     config::Timeouts,
     metrics::Metrics,
-    state::{EgressRules, EgressUsage, Nodes, Registry, TunnelId, directory::Peer},
+    state::{
+        EgressRules, EgressUsage, Nodes, Registry, TunnelId, directory::Peer,
+        registry::SelectedTunnel,
+    },
     worker::WorkerId,
 };
 use causeway_rt::task::TaskGroup;
@@ -97,7 +100,23 @@ pub struct StreamContext<'a> {
     pub exchange: ExchangeId,
 }
 
-impl StreamContext<'_> {
+impl<'a> StreamContext<'a> {
+    /// Returns the context of the same stream on another tunnel, if there is one.
+    pub(super) fn moved_to<'b>(self, selected: Option<&'b SelectedTunnel>) -> StreamContext<'b>
+    where
+        'a: 'b,
+    {
+        match selected {
+            Some(selected) => StreamContext {
+                tunnel: &selected.tunnel,
+                peer: selected.peer.as_ref(),
+                id: selected.id,
+                ..self
+            },
+            None => self,
+        }
+    }
+
     /// Returns the token that is cancelled when connections through the tunnel should end once they are idle.
     pub(super) fn leaving_token(&self) -> CancellationToken {
         let leaving = match self.peer {

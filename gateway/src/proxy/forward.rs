@@ -1,20 +1,20 @@
 //! Step 6a: a plain request over a tunnel stream.
 //!
 //! The head is sent first, the body after it (`start_upload`), so that a response that comes before the body was read passes at
-//! once. A client that disconnects drops this future or its body, which resets the stream.
+//! once. A client that disconnects drops this future or its body, which resets the stream. A request that may be repeated is sent
+//! again if its tunnel does not answer (`repeat`).
 
 use crate::{
     error::{Error, Reason},
     proxy::{
         access_log::AccessRecord,
         context::StreamContext,
-        counted_body::{CONTINUE_TIMEOUT, CountedRequestBody},
+        counted_body::CountedRequestBody,
         forwarding_headers::Hop,
-        listener::ClientConnection,
-        peer, request,
+        peer, repeat, request,
         request_body::RequestBody,
         response_body::ResponseBody,
-        trace_context,
+        response_head, trace_context,
         upload_budget::{BufferedBody, track_buffered},
     },
 };
@@ -22,16 +22,14 @@ use causeway_certs::NodeName;
 use causeway_tunnel::{
     RejectCode, StreamError, StreamKind, StreamReceiver, StreamSender,
     body::{PumpError, pump},
-    gateway_side::StreamResponse,
     headers,
-    informational::ExchangeId,
     request_target::TargetOverflow,
     wire,
 };
 use futures_util::future::OptionFuture;
 use http::{
-    HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode, Uri, Version,
-    header::{AUTHORIZATION, CONTENT_LENGTH, EXPECT, VIA},
+    HeaderMap, HeaderName, HeaderValue, Request, Response, Uri, Version,
+    header::{AUTHORIZATION, EXPECT, VIA},
     uri,
 };
 use http_body::Body;
@@ -53,7 +51,15 @@ pub async fn forward_request(
     let version = parts.version;
     let tunnel_head = build_head(ctx, parts)?;
     let end_stream = body.is_end_stream();
-    let opened = peer::open_stream(ctx, tunnel_head, &StreamKind::Request, end_stream).await?;
+    let copy = repeat::copy_repeatable(&tunnel_head, end_stream);
+    let opening = peer::open_stream(ctx, tunnel_head, &StreamKind::Request, end_stream);
+    let (opened, moved_to) = opening.await?;
+    let ctx = ctx.moved_to(moved_to.as_ref());
+    if let Some(copy) = copy {
+        let (answer, sender, moved_to) = repeat::wait_for_response(ctx, opened, copy).await?;
+        let response = into_client_response(ctx.moved_to(moved_to.as_ref()), answer)?;
+        return Ok(response.map(|body| body.with_sender(Some(sender))));
+    }
     let (release_body, upload, sender) = if end_stream {
         (None, None, Some(opened.send))
     } else {
@@ -66,14 +72,14 @@ pub async fn forward_request(
         );
         (go, Some(cancel_token.drop_guard()), None)
     };
-    let answer = match wait_for_response(ctx, opened.response, release_body).await {
+    let answer = match response_head::wait_for_response(ctx, opened.response, release_body).await {
         Ok(answer) => answer,
         // The stream may have failed because of the client's own data, which is not a fault of the node.
         Err(error) => {
             return Err(ctx
                 .record
                 .failure()
-                .unwrap_or_else(|| stream_error(ctx, &error)));
+                .unwrap_or_else(|| peer::stream_error(ctx, &error)));
         }
     };
     Ok(into_client_response(ctx, answer)?.map(|body| body.with_upload(upload).with_sender(sender)))
@@ -155,59 +161,6 @@ pub(super) fn counted(
         identity_headers: ctx.proxy.listener.identity_headers.clone(),
         bounds: (shared.header_bytes, shared.max_headers),
     }
-}
-
-/// Waits for the final response, and forwards interim ones. Releases the body at the upstream's 100, at its response, or after a
-/// timeout.
-pub(super) async fn wait_for_response(
-    ctx: StreamContext<'_>,
-    mut answer: StreamResponse,
-    release_body: Option<oneshot::Sender<()>>,
-) -> Result<Response<StreamReceiver>, StreamError> {
-    if let Some(go) = release_body {
-        let continued = forward_interims(ctx, &mut answer, Some(StatusCode::CONTINUE));
-        if let Ok(outcome) = tokio::time::timeout(CONTINUE_TIMEOUT, continued).await {
-            outcome?;
-        }
-        // The send fails if the body has ended.
-        let _ = go.send(());
-    }
-    forward_interims(ctx, &mut answer, None).await?;
-    answer.await
-}
-
-/// Forwards interim responses until the final response, or until one with the status `last`.
-async fn forward_interims(
-    ctx: StreamContext<'_>,
-    answer: &mut StreamResponse,
-    last: Option<StatusCode>,
-) -> Result<(), StreamError> {
-    while let Some(interim) = answer.next_informational().await? {
-        let status = interim.status();
-        forward_informational(ctx.connection, ctx.exchange, status, interim.headers());
-        if last == Some(status) {
-            break;
-        }
-    }
-    Ok(())
-}
-
-/// Forwards an interim response to the client (RFC 9110 §15.2).
-pub(super) fn forward_informational(
-    connection: &ClientConnection,
-    exchange: ExchangeId,
-    status: StatusCode,
-    fields: &HeaderMap,
-) {
-    let is_sent_by_hyper = exchange == ExchangeId::Http1 && status == StatusCode::CONTINUE;
-    if is_sent_by_hyper || exchange == ExchangeId::None {
-        // hyper sends its own 100 for HTTP/1.1 when the body is polled.
-        return;
-    }
-    let mut fields = fields.clone();
-    request::strip_connection_headers(&mut fields);
-    fields.remove(CONTENT_LENGTH);
-    connection.interims.send(exchange, status, &fields);
 }
 
 /// Builds the request head for the tunnel.
@@ -308,14 +261,8 @@ pub(super) fn check_edge_rejection(
     way: StreamContext<'_>,
     fields: &HeaderMap,
 ) -> Result<(), Error> {
+    peer::check_rejection(way, fields)?;
     let header_text = |name: &HeaderName| fields.get(name).and_then(|value| value.to_str().ok());
-    if way.peer.is_some()
-        && let Some(word) = header_text(&wire::REASON)
-    {
-        let detail = header_text(&wire::DETAIL).unwrap_or("the other gateway failed the request");
-        let reason = Reason::parse(word).unwrap_or(Reason::TunnelLost);
-        return Err(reason.error(detail.to_owned()));
-    }
     let Some(code) = header_text(&wire::FAILURE) else {
         return Ok(());
     };
@@ -340,9 +287,4 @@ pub(super) fn check_edge_rejection(
         );
     }
     Err(reason.error(detail))
-}
-
-/// Returns the error of a stream that failed before its response.
-pub(super) fn stream_error(way: StreamContext<'_>, error: &StreamError) -> Error {
-    Error::from_stream_error(way.route.node.as_str(), error)
 }

@@ -10,6 +10,7 @@ use super::{
     authn::ClientIdentity,
     authz::{Action, AuthzDecision, AuthzRequest, Destination},
     listener::ClientConnection,
+    request::is_repeatable,
     request_body::RequestBody,
     response_body::ResponseBody,
     route::{self, Route, RouteInput},
@@ -311,14 +312,12 @@ pub(super) fn record_failure(
     is_of_node
 }
 
-/// Returns a copy of a request that may be sent again: one without effects (RFC 9110 §9.2.1) and without a body.
+/// Returns a copy of a request that may be sent again.
 fn copy_repeatable(
     kind: &StreamKind,
     request: &Request<RequestBody>,
 ) -> Option<Request<RequestBody>> {
-    let is_repeatable = *kind == StreamKind::Request
-        && request.body().is_end_stream()
-        && request.method().is_safe();
+    let is_repeatable = is_repeatable(kind, request.method(), request.body().is_end_stream());
     is_repeatable.then(|| {
         let mut copy = Request::new(RequestBody::empty());
         request.method().clone_into(copy.method_mut());

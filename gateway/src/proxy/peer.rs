@@ -4,7 +4,8 @@
 //! logs. The holder checks its own policy and the limits of the node, opens the stream to the edge, says so by an interim
 //! response, and joins both streams. A request passes between gateways at most once: the holder uses only its own tunnels. If it
 //! has none, it refuses before it has read the body, and the request goes elsewhere. If its tunnel does not answer at present, it
-//! does so too, provided that the sender says that another gateway holds the node. Connections to upstreams of `upstream_tls`
+//! does so too, provided that the sender says that another gateway holds the node. If its tunnel stops answering later, it says
+//! so by another interim response, and the sender may repeat the request (`repeat`). Connections to upstreams of `upstream_tls`
 //! are pooled, so the holder decides about the request with which a connection begins.
 
 use super::{
@@ -12,13 +13,14 @@ use super::{
     authz::{self, Action, AuthzRequest, Destination},
     context::{ProxyState, StreamContext},
     limits::{ClientPermit, Counter, CounterGuard},
+    request::is_repeatable,
     route::Route,
 };
 use crate::{
     error::{Error, Reason},
     state::{
         NodeUnavailable,
-        directory::{PeerRefusal, REFUSAL_TIME},
+        directory::{MIN_LATE, PeerRefusal, REFUSAL_TIME, until_unanswered},
         pods::DestinationPod,
         registry::SelectedTunnel,
     },
@@ -35,7 +37,7 @@ use causeway_tunnel::{
     wire,
 };
 use futures_util::future::OptionFuture;
-use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode};
 use http_body::Body;
 use serde::{Deserialize, Serialize};
 use std::{
@@ -49,6 +51,9 @@ use tokio::time::{Instant, sleep, timeout};
 const PROBE_AFTER: Duration = Duration::from_secs(1);
 /// Time after which a request without effects goes elsewhere, beside the time for the decision of the peer's policy.
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(2);
+/// Time without an answer to a probe of the link after which a request with effects fails if the peer has not accepted it. It
+/// must not be sent again, so the time is longer than for other requests: some links are silent for seconds.
+const SUSPECT_AFTER: Duration = Duration::from_secs(5);
 /// Maximum number of gateways that are asked for one request, beside those that leave it to another one because their tunnel is
 /// late. The first one has usually just lost the node.
 const MAX_ATTEMPTS: usize = 3;
@@ -74,7 +79,8 @@ struct ForwardedClient {
     inner: Option<(String, String)>,
 }
 
-/// Opens a stream to the node of the route: on its tunnel, or through a peer that holds the node.
+/// Opens a stream to the node of the route: on its tunnel, or through a peer that holds the node. Also returns the tunnel or link
+/// of the stream, if it is not that of the context.
 ///
 /// # Errors
 /// If the stream cannot be opened, or no peer has a tunnel of the node any more.
@@ -83,19 +89,40 @@ pub(super) async fn open_stream(
     head: Request<()>,
     kind: &StreamKind,
     end_stream: bool,
-) -> Result<OpenStream, Error> {
+) -> Result<(OpenStream, Option<SelectedTunnel>), Error> {
     if ctx.peer.is_some() {
-        return Box::pin(forward_stream(ctx, head, kind, end_stream)).await;
+        return Box::pin(forward_stream(ctx, head, (kind, end_stream))).await;
     }
     let opening = ctx
         .tunnel
         .open(head, kind, &ctx.route.target, end_stream)
         .await;
-    opening.map_err(|error| stream_error(ctx, &error))
+    let opened = opening.map_err(|error| stream_error(ctx, &error))?;
+    Ok((opened, None))
 }
 
-fn stream_error(ctx: StreamContext<'_>, error: &StreamError) -> Error {
+/// Returns the error of a stream that failed before its response.
+pub(super) fn stream_error(ctx: StreamContext<'_>, error: &StreamError) -> Error {
     Error::from_stream_error(ctx.route.node.as_str(), error)
+}
+
+/// Opens a stream for a repeated request (`repeat`), on the tunnel or through the peer of the context only.
+///
+/// # Errors
+/// If the stream cannot be opened there.
+pub(super) async fn open_repeated(
+    ctx: StreamContext<'_>,
+    head: Request<()>,
+) -> Result<OpenStream, Error> {
+    if ctx.peer.is_some() {
+        ctx.proxy.shared.metrics.count_forwarded_stream();
+    }
+    let opened = open_once(ctx, head, (&StreamKind::Request, true), true).await;
+    opened.map_err(|error| match error {
+        OpenError::Refused(_, error) | OpenError::Unreachable(error) | OpenError::Failed(error) => {
+            error
+        }
+    })
 }
 
 /// Opens a stream through a peer. If the peer has no tunnel of the node that answers, the request goes to this gateway's own tunnel
@@ -103,44 +130,27 @@ fn stream_error(ctx: StreamContext<'_>, error: &StreamError) -> Error {
 async fn forward_stream(
     ctx: StreamContext<'_>,
     head: Request<()>,
-    kind: &StreamKind,
-    end_stream: bool,
-) -> Result<OpenStream, Error> {
+    request: (&StreamKind, bool),
+) -> Result<(OpenStream, Option<SelectedTunnel>), Error> {
     let shared = &ctx.proxy.shared;
-    let fields = forwarded_fields(ctx, kind)?;
     shared.metrics.count_forwarded_stream();
-    let node = &ctx.route.node;
-    let (mut link, mut peer) = (ctx.tunnel.clone(), ctx.peer.cloned());
+    let (directory, node) = (shared.registry.directory(), &ctx.route.node);
+    let mut moved_to: Option<SelectedTunnel> = None;
     let (mut attempts, mut late_refusals) = (1, 0);
     let deadline = Instant::now() + shared.timeouts.reconnect;
     loop {
-        let request = (kind, &ctx.route.target, end_stream);
-        let Some(holder) = peer else {
-            let (kind, target, end_stream) = request;
-            let opening = link.open(head, kind, target, end_stream).await;
-            return opening.map_err(|error| stream_error(ctx, &error));
-        };
+        let at = ctx.moved_to(moved_to.as_ref());
+        let holder = at.peer.map(AsRef::as_ref);
         let has_alternative = late_refusals < MAX_LATE_REFUSALS
-            && shared
-                .registry
-                .directory()
-                .has_alternative(node, ctx.proxy.worker, &holder);
-        let fields = ForwardedFields {
-            has_alternative,
-            ..fields.clone()
-        };
-        let mut head = head.clone();
-        fields.set(head.headers_mut());
-        let error = match open_at_peer(ctx, &link, head, request).await {
-            Ok(opened) => return Ok(opened),
+            && directory
+                .alternative(node, ctx.proxy.worker, holder)
+                .is_some();
+        let error = match open_once(at, head.clone(), request, has_alternative).await {
+            Ok(opened) => return Ok((opened, moved_to)),
             Err(OpenError::Failed(error)) => return Err(error),
             Err(OpenError::Unreachable(error)) => error,
             Err(OpenError::Refused(refusal, error)) => {
-                holder.record_refusal(node, refusal);
-                if refusal == PeerRefusal::NotHeld {
-                    shared.metrics.count_stale_holder();
-                    shared.registry.record_left_peer(node, &holder.address);
-                } else if has_alternative {
+                if refusal == PeerRefusal::Late && has_alternative {
                     // Such a holder serves the request if the others cannot.
                     (late_refusals, attempts) = (late_refusals + 1, attempts - 1);
                 }
@@ -157,8 +167,38 @@ async fn forward_stream(
         // Another pod may have got the address during the waits.
         ctx.proxy.check_same_pod(ctx.client, ctx.route)?;
         ctx.record.set_tunnel(next.id);
-        (link, peer) = (next.tunnel, next.peer);
+        moved_to = Some(next);
     }
+}
+
+/// Opens a stream on the tunnel or through the peer of the context. With `has_alternative`, another gateway can be asked instead.
+async fn open_once(
+    ctx: StreamContext<'_>,
+    mut head: Request<()>,
+    (kind, end_stream): (&StreamKind, bool),
+    has_alternative: bool,
+) -> Result<OpenStream, OpenError> {
+    let (shared, node) = (&ctx.proxy.shared, &ctx.route.node);
+    let Some(holder) = ctx.peer else {
+        let target = &ctx.route.target;
+        let opening = ctx.tunnel.open(head, kind, target, end_stream).await;
+        return opening.map_err(|error| OpenError::Failed(stream_error(ctx, &error)));
+    };
+    let fields = forwarded_fields(ctx, kind).map_err(OpenError::Failed)?;
+    let fields = ForwardedFields {
+        has_alternative,
+        ..fields
+    };
+    fields.set(head.headers_mut());
+    let opened = open_at_peer(ctx, head, (kind, end_stream), has_alternative).await;
+    if let Err(OpenError::Refused(refusal, _)) = &opened {
+        holder.record_refusal(node, *refusal);
+        if *refusal == PeerRefusal::NotHeld {
+            shared.metrics.count_stale_holder();
+            shared.registry.record_left_peer(node, &holder.address);
+        }
+    }
+    opened
 }
 
 /// Selects a tunnel or a peer after a failed attempt. A peer that has refused the request may be asked again after a moment.
@@ -215,13 +255,14 @@ enum OpenError {
     Failed(Error),
 }
 
-/// Opens a stream through this link, and waits until the peer has opened its own stream to the node.
+/// Opens a stream through the link of the context, and waits until the peer has opened its own stream to the node.
 async fn open_at_peer(
     ctx: StreamContext<'_>,
-    link: &Tunnel,
     head: Request<()>,
-    (kind, target, end_stream): (&StreamKind, &Target, bool),
+    (kind, end_stream): (&StreamKind, bool),
+    has_alternative: bool,
 ) -> Result<OpenStream, OpenError> {
+    let (link, target) = (ctx.tunnel, &ctx.route.target);
     let peer_error = |error| stream_error(ctx, &error);
     let classify = |may_repeat, error| {
         if may_repeat {
@@ -230,22 +271,26 @@ async fn open_at_peer(
             OpenError::Failed(error)
         }
     };
-    let is_repeatable = *kind == StreamKind::Request && end_stream && head.method().is_safe();
+    let is_repeatable = is_repeatable(kind, head.method(), end_stream);
     let opened = link.open(head, kind, target, end_stream).await;
     let mut opened = opened.map_err(|error| {
         let is_of_link = matches!(&error, StreamError::Lost { .. } | StreamError::Busy);
         classify(is_of_link || error.is_refused(), peer_error(error))
     })?;
     let accepting = opened.response.next_informational();
-    let give_up_after = ACCEPT_TIMEOUT + ctx.proxy.shared.timeouts.authorize;
-    let accepted =
-        wait_for_acceptance(link, accepting, is_repeatable.then_some(give_up_after)).await;
+    let limits = if is_repeatable {
+        let give_up_after = ACCEPT_TIMEOUT + ctx.proxy.shared.timeouts.authorize;
+        (has_alternative.then_some(MIN_LATE), Some(give_up_after))
+    } else {
+        (Some(SUSPECT_AFTER), None)
+    };
+    let accepted = wait_for_acceptance(link, accepting, limits).await;
     let interim = accepted.ok_or_else(|| {
         let detail = format!(
             "the gateway that has the tunnel of {} does not answer",
             ctx.route.node
         );
-        OpenError::Unreachable(Reason::TunnelLost.error(detail))
+        classify(is_repeatable, Reason::TunnelLost.error(detail))
     })?;
     // A request that the peer has not read, or one without effects (RFC 9110 §9.2.1), may be sent again.
     let interim = interim
@@ -271,23 +316,45 @@ async fn open_at_peer(
     })
 }
 
-/// Waits for the first interim response, if there is a time limit until then. A link that is late is probed. Returns `None` after
-/// the limit.
+/// Checks the error that the peer of the context reports after it has accepted a request.
+///
+/// # Errors
+/// The error of the peer.
+pub(super) fn check_rejection(ctx: StreamContext<'_>, fields: &HeaderMap) -> Result<(), Error> {
+    let header = |name| fields.get(name)?.to_str().ok();
+    let Some(word) = header(wire::REASON).filter(|_| ctx.peer.is_some()) else {
+        return Ok(());
+    };
+    let detail = header(wire::DETAIL).unwrap_or("the other gateway failed the request");
+    let reason = Reason::parse(word).unwrap_or(Reason::TunnelLost);
+    Err(reason.error(detail.to_owned()))
+}
+
+/// Whether the peer of the context says by this interim response that its tunnel does not answer at present.
+pub(super) fn says_late(ctx: StreamContext<'_>, interim: &Response<()>) -> bool {
+    let word = interim.headers().get(wire::REASON);
+    ctx.peer.is_some() && word.is_some_and(|word| word == wire::LATE)
+}
+
+/// Waits for the first interim response. A link that is late is probed. Returns `None` if the link does not answer the probe for
+/// `unanswered`, or after `give_up_after`.
 async fn wait_for_acceptance<T>(
     link: &Tunnel,
     accepting: impl Future<Output = T>,
-    give_up_after: Option<Duration>,
+    (unanswered, give_up_after): (Option<Duration>, Option<Duration>),
 ) -> Option<T> {
     let mut accepting = pin!(accepting);
     if let Ok(accepted) = timeout(PROBE_AFTER, accepting.as_mut()).await {
         return Some(accepted);
     }
     link.request_probe();
-    match give_up_after {
-        Some(limit) => timeout(limit.saturating_sub(PROBE_AFTER), accepting)
-            .await
-            .ok(),
-        None => Some(accepting.await),
+    let silent = unanswered.map(|limit| until_unanswered(link, limit));
+    let remaining = give_up_after.map(|limit| sleep(limit.saturating_sub(PROBE_AFTER)));
+    tokio::select! {
+        biased;
+        accepted = accepting => Some(accepted),
+        Some(()) = OptionFuture::from(silent) => None,
+        Some(()) = OptionFuture::from(remaining) => None,
     }
 }
 
@@ -331,20 +398,21 @@ async fn serve_unless_evicted(shared: &ProxyState, request: StreamRequest) {
             _ = responder.wait_for_reset() => return,
         }
     };
-    let (opened, _permits, node) = match opened {
-        Ok(Some(opened)) => opened,
+    let own = match opened {
+        Ok(Some(own)) => own,
         Ok(None) => {
             let detail = "the tunnel of the node does not answer at present";
             return responder.reject_forwarded(wire::LATE, detail);
         }
         Err(error) => return reject(responder, &error),
     };
-    if responder.send_informational(accepted()).is_err() {
+    if (responder.send_informational(interim(wire::ACCEPTED, "1"))).is_err() {
         return;
     }
-    let OpenStream { mut send, response } = opened;
+    let OpenStream { mut send, response } = own.stream;
     let mut upload = pin!(pump(body, &mut send, None));
-    let mut download = pin!(return_response(responder, response, &node));
+    let watched = own.watched.as_ref();
+    let mut download = pin!(return_response(responder, response, watched, &own.node));
     let mut is_uploaded = false;
     loop {
         tokio::select! {
@@ -365,12 +433,12 @@ async fn serve_unless_evicted(shared: &ProxyState, request: StreamRequest) {
     }
 }
 
-/// Returns the interim response to a request that is forwarded to the node.
-fn accepted() -> Response<()> {
+/// Returns an interim response of this gateway to the other one.
+fn interim(name: HeaderName, value: &'static str) -> Response<()> {
     let mut head = Response::new(());
     *head.status_mut() = StatusCode::PROCESSING;
-    let value = HeaderValue::from_static("1");
-    head.headers_mut().insert(wire::ACCEPTED, value);
+    head.headers_mut()
+        .insert(name, HeaderValue::from_static(value));
     head
 }
 
@@ -378,8 +446,15 @@ fn reject(responder: StreamResponder, error: &Error) {
     responder.reject_forwarded(error.reason.word(), &error.detail);
 }
 
-/// Permits of a stream at this gateway and for its node.
-type Permits = (ClientPermit, CounterGuard);
+/// Stream of a forwarded request on a tunnel of this gateway.
+struct OwnStream {
+    stream: OpenStream,
+    node: NodeName,
+    /// The tunnel, if the other gateway can send the request elsewhere when the tunnel does not answer.
+    watched: Option<Tunnel>,
+    /// Permits at this gateway and for the node.
+    _permits: (ClientPermit, CounterGuard),
+}
 
 /// Checks the request and opens its stream to the edge. Returns `None` if the tunnel does not answer at present, and another gateway
 /// should serve the request.
@@ -388,7 +463,7 @@ async fn open_own_stream(
     (kind, target): (&StreamKind, &Target),
     (head, framing): (Request<()>, (usize, bool)),
     forwarded: &ForwardedFields,
-) -> Result<Option<(OpenStream, Permits, NodeName)>, Error> {
+) -> Result<Option<OwnStream>, Error> {
     let (node, client) = parse_forwarded(forwarded)?;
     let route = Route::new(node, target.clone()).with_pod(&shared.nodes);
     check_known_pod(shared, &route)?;
@@ -407,7 +482,8 @@ async fn open_own_stream(
         shared.limits.admit_client(&Counter::default())?,
         shared.limits.admit_node(&selected.streams)?,
     );
-    let opened = selected
+    let is_watched = forwarded.has_alternative && is_repeatable(kind, head.method(), framing.1);
+    let stream = selected
         .tunnel
         .open_forwarded(head, (kind, target), framing)
         .await
@@ -417,7 +493,12 @@ async fn open_own_stream(
             error => Error::from_stream_error(node.as_str(), &error),
         })?;
     shared.metrics.count_served_for_peer();
-    Ok(Some((opened, permits, node)))
+    Ok(Some(OwnStream {
+        stream,
+        node,
+        watched: is_watched.then_some(selected.tunnel),
+        _permits: permits,
+    }))
 }
 
 /// Checks that this gateway knows the pod of a route that another gateway has found, if its policy depends on pods. This gateway may
@@ -494,20 +575,30 @@ async fn authorize(
     decision
 }
 
-/// Sends the edge's responses to the other gateway. Returns whether the final one was sent to its end.
+/// Sends the edge's responses to the other gateway, and before the final one, whether the `watched` tunnel does not answer.
+/// Returns whether the final one was sent to its end.
 async fn return_response(
     mut responder: StreamResponder,
     mut response: StreamResponse,
+    watched: Option<&Tunnel>,
     node: &NodeName,
 ) -> bool {
     let (mut interims, mut last_interim) = (0, Instant::now());
+    let late = watched.map(|tunnel| until_unanswered(tunnel, MIN_LATE));
+    let (mut late, mut was_late) = (pin!(OptionFuture::from(late)), false);
     let answer = loop {
-        let interim = tokio::select! {
+        let received = tokio::select! {
             biased;
-            interim = response.next_informational() => interim,
+            received = response.next_informational() => received,
             _ = responder.wait_for_reset() => return false,
+            Some(()) = &mut late, if !was_late => {
+                was_late = true;
+                // A stream that was reset is noticed above.
+                let _ = responder.send_informational(interim(wire::REASON, wire::LATE));
+                continue;
+            }
         };
-        match interim {
+        match received {
             Ok(Some(mut interim)) => {
                 interims += 1;
                 if interims <= INTERIM_BURST || last_interim.elapsed() >= INTERIM_INTERVAL {

@@ -51,14 +51,15 @@ pub(super) async fn open_tcp_stream(
         edge_side::set_source(head.headers_mut(), source);
     }
     let connecting = async {
-        let opened = peer::open_stream(ctx, head, &StreamKind::Tcp, false).await?;
+        let opening = peer::open_stream(ctx, head, &StreamKind::Tcp, false);
+        let (opened, moved_to) = opening.await?;
         let answer = opened.response.await;
-        let answer = answer.map_err(|error| forward::stream_error(ctx, &error))?;
+        let answer = answer.map_err(|error| peer::stream_error(ctx, &error))?;
+        forward::check_edge_rejection(ctx.moved_to(moved_to.as_ref()), answer.headers())?;
         Ok((opened.send, answer))
     };
     match tokio::time::timeout(connect_timeout, connecting).await {
         Ok(Ok((sender, answer))) => {
-            forward::check_edge_rejection(ctx, answer.headers())?;
             if answer.status() != StatusCode::OK {
                 let detail = format!(
                     "{} answered {} to a CONNECT",

@@ -171,6 +171,12 @@ fn check_path<B>(request: &Request<B>) -> Result<(), Error> {
     Err(Reason::Malformed.error(detail))
 }
 
+/// Whether a request may be sent again although an edge may have received it: one without effects (RFC 9110 §9.2.1) and without a
+/// body.
+pub fn is_repeatable(kind: &StreamKind, method: &Method, end_stream: bool) -> bool {
+    *kind == StreamKind::Request && end_stream && method.is_safe()
+}
+
 /// Returns the kind of stream that the request asks for, on a listener with this protocol.
 ///
 /// # Errors

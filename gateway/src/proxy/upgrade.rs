@@ -14,6 +14,7 @@ use crate::{
         forward, peer, relay, request,
         request_body::RequestBody,
         response_body::ResponseBody,
+        response_head,
         upload_budget::{BufferedBody, track_buffered},
     },
 };
@@ -58,11 +59,12 @@ pub async fn forward_upgrade(
     }
     let stream_kind = StreamKind::Upgrade(token.to_owned());
     let opened = peer::open_stream(ctx, head, &stream_kind, false);
-    let opened = with_upgrade_timeout(ctx, opened).await?;
+    let (opened, moved_to) = with_upgrade_timeout(ctx, opened).await?;
+    let ctx = ctx.moved_to(moved_to.as_ref());
     let mut sender = opened.send;
     let mut answer = pin!(async {
-        let answer = forward::wait_for_response(ctx, opened.response, None).await;
-        answer.map_err(|error| forward::stream_error(ctx, &error))
+        let answer = response_head::wait_for_response(ctx, opened.response, None).await;
+        answer.map_err(|error| peer::stream_error(ctx, &error))
     });
     let answer = if has_content {
         let memory_budget = ctx.proxy.shared.limits.memory_budget();
@@ -170,7 +172,7 @@ impl Content {
                     );
                     Reason::TargetTimeout.error(detail)
                 })?;
-            result.map_err(|error| forward::stream_error(ctx, &error))?;
+            result.map_err(|error| peer::stream_error(ctx, &error))?;
         }
         Ok(())
     }

@@ -23,14 +23,14 @@ use std::{
 };
 use tokio::{
     sync::{Notify, watch},
-    time::Instant,
+    time::{Instant, sleep},
 };
 use tokio_util::sync::CancellationToken;
 
 /// Time for which a peer that has refused a request for a node is not asked for that node, or is asked last.
 pub const REFUSAL_TIME: Duration = Duration::from_secs(1);
 /// Time without an answer to a probe after which another tunnel or peer is preferred.
-const MIN_LATE: Duration = Duration::from_secs(1);
+pub(crate) const MIN_LATE: Duration = Duration::from_secs(1);
 /// The same in round trips, for long links.
 const LATE_ROUND_TRIPS: u32 = 4;
 
@@ -152,8 +152,19 @@ const BEST_RANK: PeerRank = (false, false);
 
 /// Whether a tunnel has not answered a probe for long enough that another one is better.
 pub(super) fn is_late(tunnel: &Tunnel) -> bool {
-    let unanswered = tunnel.unanswered_for();
-    unanswered > MIN_LATE && unanswered > tunnel.round_trip() * LATE_ROUND_TRIPS
+    tunnel.unanswered_for() > max_unanswered(tunnel, MIN_LATE)
+}
+
+/// Waits until a tunnel has not answered a probe for longer than `limit`, or than a few round trips if the link is long.
+pub(crate) async fn until_unanswered(tunnel: &Tunnel, limit: Duration) {
+    // Without an outstanding probe, this is the earliest time at which one can be without an answer for so long.
+    while let Some(remaining) = max_unanswered(tunnel, limit).checked_sub(tunnel.unanswered_for()) {
+        sleep(remaining + Duration::from_millis(1)).await;
+    }
+}
+
+fn max_unanswered(tunnel: &Tunnel, limit: Duration) -> Duration {
+    limit.max(tunnel.round_trip() * LATE_ROUND_TRIPS)
 }
 
 impl Peer {
@@ -533,14 +544,21 @@ impl Directory {
         })
     }
 
-    /// Whether another peer than `asked` holds the node, answers and does not drain.
-    pub fn has_alternative(&self, node: &NodeName, worker: WorkerId, asked: &Peer) -> bool {
+    /// Returns a peer that holds the node, answers and does not drain: another one than `asked`.
+    pub fn alternative(
+        &self,
+        node: &NodeName,
+        worker: WorkerId,
+        asked: Option<&Peer>,
+    ) -> Option<(Arc<Peer>, Arc<PeerLink>)> {
         let now = Instant::now();
         let peers = self.peers.load();
-        let mut others = peers.iter().filter(|peer| peer.instance != asked.instance);
-        others.any(|peer| {
-            let candidate = peer.candidate(node, worker, now);
-            candidate.is_some_and(|(_, rank)| rank == BEST_RANK)
+        let mut others = peers
+            .iter()
+            .filter(|peer| asked.is_none_or(|asked| peer.instance != asked.instance));
+        others.find_map(|peer| {
+            let (link, rank) = peer.candidate(node, worker, now)?;
+            (rank == BEST_RANK).then(|| (peer.clone(), link))
         })
     }
 

@@ -12,7 +12,7 @@ mod shard;
 mod waiting;
 
 use crate::{
-    state::directory::{Directory, HeldState, Peer, TunnelId, is_late},
+    state::directory::{Directory, HeldState, Peer, PeerLink, TunnelId, is_late},
     worker::{WorkerId, Workers},
 };
 use arc_swap::ArcSwapOption;
@@ -461,13 +461,33 @@ impl Registry {
         };
         let selected = self.directory.select(node, self.worker(node));
         match selected.filter(|selected| own.is_err() || !selected.is_last_resort) {
-            Some(selected) => Ok(SelectedTunnel {
-                tunnel: selected.link.tunnel.clone(),
-                id: selected.link.id,
-                streams: self.streams_of(node),
-                peer: Some(selected.peer),
-            }),
+            Some(selected) => Ok(self.through_peer(node, selected.peer, &selected.link)),
             None => own.map(|(own, _)| own),
+        }
+    }
+
+    /// Returns another tunnel or peer than this one, if there is one that answers and does not drain.
+    pub fn select_other(
+        &self,
+        node: &NodeName,
+        (id, peer): (TunnelId, Option<&Peer>),
+    ) -> Option<SelectedTunnel> {
+        if let Ok((own, false)) = self.select_own_tunnel(node)
+            && own.id != id
+            && !own.is_late()
+        {
+            return Some(own);
+        }
+        let other = self.directory.alternative(node, self.worker(node), peer);
+        other.map(|(peer, link)| self.through_peer(node, peer, &link))
+    }
+
+    fn through_peer(&self, node: &NodeName, peer: Arc<Peer>, link: &PeerLink) -> SelectedTunnel {
+        SelectedTunnel {
+            tunnel: link.tunnel.clone(),
+            id: link.id,
+            streams: self.streams_of(node),
+            peer: Some(peer),
         }
     }
 

@@ -21,7 +21,7 @@ use crate::{
     error::Error,
     proxy::{
         context::StreamContext, forward, request, request_body::RequestBody,
-        response_body::ResponseBody,
+        response_body::ResponseBody, response_head,
     },
 };
 use causeway_tunnel::{StreamError, StreamReceiver, headers, request_target::TargetOverflow, wire};
@@ -202,7 +202,7 @@ pub(super) fn forward_informational_responses(
     hyper::ext::on_informational(request, move |answer| {
         // A cancelled exchange already has its response.
         if !end.is_cancelled() {
-            forward::forward_informational(
+            response_head::forward_informational(
                 &connection,
                 exchange,
                 answer.status(),
@@ -376,7 +376,7 @@ async fn ask(
             (go, Some(given_up.drop_guard()))
         }
     };
-    match forward::wait_for_response(ctx, opened.response, release_body).await {
+    match response_head::wait_for_response(ctx, opened.response, release_body).await {
         Ok(answer) => Ok(answered_on_stream(ctx, answer, (permit, upload))),
         Err(error) => Err(RequestError {
             may_be_processed: !error.is_refused(),

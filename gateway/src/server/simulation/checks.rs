@@ -14,14 +14,16 @@ use crate::{
 use http::StatusCode;
 use std::{collections::BTreeSet, time::Duration};
 
-/// Maximum number of times that one request is forwarded: three attempts, and two that were left to another gateway because a
-/// tunnel was late (`proxy/peer.rs`).
-const MAX_FORWARDED: usize = 3 + 2;
-/// Time after which a gateway avoids a silent tunnel or peer: each node gets a request in a second, the probe follows after a second
-/// without an answer, and the tunnel is late after another one.
+/// Maximum number of times that one request is forwarded: three attempts, two that were left to another gateway because a tunnel
+/// was late (`proxy/peer.rs`), and one because its tunnel did not answer (`proxy/repeat.rs`).
+const MAX_FORWARDED: usize = 3 + 2 + 1;
+/// Time after which a gateway avoids a silent tunnel or peer for requests that are sent once: each node gets a request in a
+/// second, the probe follows after a second without an answer, and the tunnel is late after another one.
 const DETECTION: Duration = Duration::from_millis(3_500);
 /// Time within which a request has found its path, if all gateways have noticed the faults.
 const PROMPT: Duration = Duration::from_secs(1);
+/// The same for a request without effects, which is sent again when its tunnel is late.
+const REPEATED: Duration = Duration::from_secs(3);
 /// Time after which all other gateways know that one was killed.
 const KILL_DETECTION: Duration = Duration::from_millis(500);
 
@@ -69,6 +71,8 @@ pub(super) fn check_requests(requests: &[RequestRecord], plan: &FaultPlan) -> Ve
 /// Faults that may affect a request.
 struct RelevantFaults<'a> {
     faults: Vec<&'a Fault>,
+    /// Time within which the request has found its path.
+    search_end: Duration,
     entry: Host,
     target: Host,
 }
@@ -78,13 +82,24 @@ impl<'a> RelevantFaults<'a> {
         let (entry, target) = (Host::Gateway(record.entry), Host::Edge(record.edge));
         let [first, second] = holders(record.edge).map(Host::Gateway);
         // A fault has effects until the recovery is over.
-        let is_relevant = |fault: &&Fault| {
-            let is_in_time =
-                fault.begin <= record.began + PROMPT && record.began <= fault.end + RECOVERY;
-            is_in_time && fault.affects_any(&[entry, target, first, second])
+        let until = |end: Duration| -> Vec<&Fault> {
+            let is_relevant = |fault: &&Fault| {
+                let is_in_time = fault.begin <= end && record.began <= fault.end + RECOVERY;
+                is_in_time && fault.affects_any(&[entry, target, first, second])
+            };
+            plan.0.iter().filter(is_relevant).collect()
         };
+        let mut search_end = record.began + PROMPT;
+        if record.is_safe && !until(search_end).is_empty() {
+            search_end = record.began + REPEATED;
+            let is_one_way = |fault: &&Fault| fault.effect == Effect::DropOneWay;
+            if until(search_end).iter().any(is_one_way) {
+                search_end += SESSION_TIME;
+            }
+        }
         Self {
-            faults: plan.0.iter().filter(is_relevant).collect(),
+            faults: until(search_end),
+            search_end,
             entry,
             target,
         }
@@ -138,7 +153,7 @@ fn must_succeed(record: &RequestRecord, plan: &FaultPlan) -> bool {
     }
     let mut faults = relevant.faults.iter();
     peers.any(|holder| relevant.spare_path(holder))
-        && faults.all(|fault| is_detected(fault, record))
+        && faults.all(|fault| is_detected(fault, record, relevant.search_end))
 }
 
 /// Returns the maximum number of times that a request may be forwarded. If the faults spare one of the gateways that hold the node,
@@ -157,22 +172,22 @@ fn max_forwarded(record: &RequestRecord, plan: &FaultPlan) -> usize {
     if is_spared { 2 } else { MAX_FORWARDED }
 }
 
-/// Whether all gateways have noticed the present state of a fault before the request began, and it does not change at once.
-fn is_detected(fault: &Fault, record: &RequestRecord) -> bool {
+/// Whether all gateways have noticed the present state of a fault before the request began, or the request is sent again, and the
+/// fault does not change until `search_end`.
+fn is_detected(fault: &Fault, record: &RequestRecord, search_end: Duration) -> bool {
     // A tunnel that has lost bytes of one direction is not late while long responses arrive in the other one.
     let one_way = DETECTION + SESSION_TIME;
     let (begin, end) = match fault.effect {
+        // A slow link answers at times.
+        Effect::Delay(_) => return false,
+        _ if record.is_safe => (Duration::ZERO, Duration::ZERO),
         Effect::Drop => (DETECTION, one_way),
         Effect::DropOneWay => (one_way, one_way),
         Effect::Hold => (DETECTION, DETECTION),
-        // A request without effects is sent again.
-        Effect::Kill(_) if record.is_safe => (Duration::ZERO, Duration::ZERO),
         Effect::Kill(_) => (KILL_DETECTION, KILL_DETECTION),
-        // A slow link answers at times.
-        Effect::Delay(_) => return false,
     };
     let changes = [(fault.begin, begin), (fault.end, end)].into_iter();
-    let mut changes = changes.filter(|(change, _)| *change <= record.began + PROMPT);
+    let mut changes = changes.filter(|(change, _)| *change <= search_end);
     changes.all(|(change, detection)| record.began >= change + detection)
 }
 

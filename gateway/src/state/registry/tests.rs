@@ -449,7 +449,9 @@ async fn a_peer_whose_tunnel_was_late_is_asked_last_for_a_moment() {
     let late = world.peer("late", HeldState::Connected).await;
     let has_alternative = |peer: &Arc<Peer>| {
         let directory = world.registry.directory();
-        directory.has_alternative(&node(), WorkerId(0), peer)
+        directory
+            .alternative(&node(), WorkerId(0), Some(peer))
+            .is_some()
     };
     assert!(!has_alternative(&late), "no other peer holds the node");
     let other = world.peer("other", HeldState::Draining).await;

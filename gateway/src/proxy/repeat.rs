@@ -1,0 +1,159 @@
+//! Step 6a, on a tunnel that does not answer: the request is sent once more, elsewhere.
+//!
+//! A slow upstream is no reason for that: its tunnel answers the probe that follows each write. If the tunnel does not answer the
+//! probe, or ends, and another tunnel or gateway holds the node, the request goes there as well. The first stream stays open
+//! until one of both has answered: the head that comes first wins, and the other stream is reset.
+
+use super::{context::StreamContext, peer, request::is_repeatable, response_head};
+use crate::{
+    error::{Error, Reason},
+    state::{
+        directory::{MIN_LATE, until_unanswered},
+        registry::SelectedTunnel,
+    },
+};
+use causeway_tunnel::{
+    StreamKind, StreamReceiver, StreamSender,
+    gateway_side::{OpenStream, StreamResponse},
+    headers,
+    request_target::TargetOverflow,
+};
+use futures_util::future::{Either, select};
+use http::{Request, Response};
+use std::{pin::pin, time::Duration};
+use tokio::{sync::Notify, time::sleep};
+
+/// Largest head of which a copy waits for the response, in bytes of [`headers::header_list_size`].
+const MAX_COPIED_HEAD: usize = 8 << 10;
+/// Interval at which the request on a tunnel that does not answer looks for another place.
+const SEARCH_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Response of an edge, the request half of its stream, and the tunnel or link of the stream if it is the second one.
+type Answer = (
+    Response<StreamReceiver>,
+    StreamSender,
+    Option<SelectedTunnel>,
+);
+
+/// Returns a copy of the head of a plain request, if the request may be sent again and the copy is small.
+pub(super) fn copy_repeatable(head: &Request<()>, end_stream: bool) -> Option<Request<()>> {
+    let target_len = head
+        .uri()
+        .path_and_query()
+        .map_or(0, |path| path.as_str().len());
+    let may_copy = is_repeatable(&StreamKind::Request, head.method(), end_stream)
+        && head.extensions().get::<TargetOverflow>().is_none()
+        && headers::header_list_size(head.headers()) + target_len <= MAX_COPIED_HEAD;
+    may_copy.then(|| head.clone())
+}
+
+/// Waits for the response on a stream, or on a second one if the tunnel of the first one does not answer.
+///
+/// # Errors
+/// The failure of the first stream, if the second one fails too.
+pub(super) async fn wait_for_response(
+    ctx: StreamContext<'_>,
+    OpenStream { send, mut response }: OpenStream,
+    copy: Request<()>,
+) -> Result<Answer, Error> {
+    let was_told = Notify::new();
+    let (failure, other) = tokio::select! {
+        biased;
+        answer = wait_for_head(ctx, &mut response, &was_told) => match answer {
+            Ok(answer) => return Ok((answer, send, None)),
+            Err(error) => {
+                let other = (error.reason == Reason::TunnelLost).then(|| select_other(ctx));
+                (Some(error), other.flatten())
+            }
+        },
+        other = until_other(ctx, &was_told) => (None, Some(other)),
+    };
+    let first = async {
+        if let Some(error) = failure {
+            return Err(error);
+        }
+        let answer = wait_for_head(ctx, &mut response, &was_told).await?;
+        Ok((answer, send, None))
+    };
+    let other = other.filter(|_| ctx.record.take_repetition());
+    Box::pin(wait_for_either(
+        ctx,
+        first,
+        other.map(|other| (other, copy)),
+    ))
+    .await
+}
+
+/// Waits for the first response, and sends the request to another place, if there is one.
+async fn wait_for_either(
+    ctx: StreamContext<'_>,
+    first: impl Future<Output = Result<Answer, Error>>,
+    elsewhere: Option<(SelectedTunnel, Request<()>)>,
+) -> Result<Answer, Error> {
+    let mut first = pin!(first);
+    let Some((other, copy)) = elsewhere else {
+        return first.await;
+    };
+    // Another pod may have got the address during the wait.
+    ctx.proxy.check_same_pod(ctx.client, ctx.route)?;
+    ctx.proxy.shared.metrics.count_repeated_request();
+    tracing::debug!(node = %ctx.route.node, "a request is repeated elsewhere");
+    let (answer, send, _) = {
+        let second = pin!(send_elsewhere(ctx.moved_to(Some(&other)), copy));
+        match select(first.as_mut(), second).await {
+            Either::Left((Ok(answer), _)) => return Ok(answer),
+            Either::Left((Err(error), second)) => second.await.map_err(|_| error)?,
+            Either::Right((Ok(answer), _)) => answer,
+            Either::Right((Err(_), first)) => return first.await,
+        }
+    };
+    ctx.record.set_tunnel(other.id);
+    Ok((answer, send, Some(other)))
+}
+
+async fn send_elsewhere(ctx: StreamContext<'_>, copy: Request<()>) -> Result<Answer, Error> {
+    let OpenStream { send, mut response } = peer::open_repeated(ctx, copy).await?;
+    let answer = wait_for_head(ctx, &mut response, &Notify::new()).await?;
+    Ok((answer, send, None))
+}
+
+/// Waits for the final response of an edge, and forwards interim ones. Notifies `was_told` when the peer says that its tunnel
+/// does not answer.
+async fn wait_for_head(
+    ctx: StreamContext<'_>,
+    response: &mut StreamResponse,
+    was_told: &Notify,
+) -> Result<Response<StreamReceiver>, Error> {
+    let answered = async {
+        let is_told = |interim: &Response<()>| peer::says_late(ctx, interim);
+        while response_head::forward_interims(ctx, response, is_told).await? {
+            was_told.notify_one();
+        }
+        response.await
+    };
+    let answer = (answered.await).map_err(|error| peer::stream_error(ctx, &error))?;
+    peer::check_rejection(ctx, answer.headers())?;
+    Ok(answer)
+}
+
+/// Waits until the tunnel of the context does not answer, or that of its peer, and another place has the node.
+async fn until_other(ctx: StreamContext<'_>, was_told: &Notify) -> SelectedTunnel {
+    let mut is_told = false;
+    loop {
+        if !is_told {
+            is_told = tokio::select! {
+                () = until_unanswered(ctx.tunnel, MIN_LATE) => false,
+                () = was_told.notified() => true,
+            };
+        }
+        if let Some(other) = select_other(ctx) {
+            return other;
+        }
+        sleep(SEARCH_INTERVAL).await;
+    }
+}
+
+fn select_other(ctx: StreamContext<'_>) -> Option<SelectedTunnel> {
+    let asked = (ctx.id, ctx.peer.map(AsRef::as_ref));
+    (ctx.proxy.shared.registry).select_other(&ctx.route.node, asked)
+}
