@@ -488,3 +488,14 @@ pub enum AccessLog {
     /// No stream.
     None,
 }
+
+impl AccessLog {
+    /// Whether a stream gets an access record.
+    pub(crate) fn includes(self, has_failed: bool) -> bool {
+        match self {
+            Self::All => true,
+            Self::Failures => has_failed,
+            Self::None => false,
+        }
+    }
+}

@@ -462,6 +462,16 @@ impl Error {
     }
 }
 
+impl Error {
+    /// Returns the description for the log, with the cause.
+    pub(crate) fn log_detail(&self) -> String {
+        match &self.cause {
+            Some(cause) => format!("{}: {cause}", self.detail),
+            None => self.detail.to_string(),
+        }
+    }
+}
+
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.detail)

@@ -259,6 +259,9 @@ pub(crate) struct PolicyCheck {
     /// Namespace of the pod to which the request goes; the URL then has the pod's node and the pod's port, or the address of a pod that a listener dials itself
     #[arg(long, value_name = "NAMESPACE", conflicts_with = "service")]
     pub(crate) pod_namespace: Option<String>,
+    /// Node of the pod, if the URL has the name of a pod, `POD.NAMESPACE.pod`
+    #[arg(long, value_name = "NODE", conflicts_with_all = ["service", "pod_namespace"])]
+    pub(crate) pod_node: Option<String>,
     #[command(flatten)]
     pub(crate) data: DataDir,
     /// HTTP method, or CONNECT

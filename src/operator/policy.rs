@@ -231,6 +231,23 @@ impl RequestSpec {
         Ok(self)
     }
 
+    /// Replaces the name of a pod with the pod's node and namespace.
+    fn with_pod_node(mut self, pod_node: Option<&str>) -> anyhow::Result<Self> {
+        let Some(pod_node) = pod_node else {
+            return Ok(self);
+        };
+        let namespace = match &self.to {
+            To::Node(name) => pods::namespace_of_host(name.as_str()),
+            To::Direct(_) => None,
+        };
+        self.pod_namespace = Some(namespace.context(
+            "--pod-node is for a URL with the name of a pod, as in https://web-1.shop.pod:8080/",
+        )?);
+        let not_a_node = || format!("\"{pod_node}\" is not the name of a node");
+        self.to = To::Node(NodeName::parse(pod_node).with_context(not_a_node)?);
+        Ok(self)
+    }
+
     /// Returns the decision of the rules on this request by this client.
     fn decide(
         &self,
@@ -283,7 +300,8 @@ fn check(args: &PolicyCheck) -> anyhow::Result<()> {
         (&args.url, args.service.as_deref()),
         args.upgrade,
     )?
-    .with_pod(args.pod_namespace.as_deref())?;
+    .with_pod(args.pod_namespace.as_deref())?
+    .with_pod_node(args.pod_node.as_deref())?;
     let (node, is_known) = confirmed_node(args, &mut request.to)?;
     let client = Subject {
         user: args.user.as_deref(),
@@ -415,7 +433,7 @@ fn confirmed_node(args: &PolicyCheck, to: &mut To) -> anyhow::Result<(Node, bool
         && let Some(namespace) = pods::namespace_of_host(node.as_str())
     {
         bail!(
-            "{node} is the name of a pod, and this command does not read the cluster; write the pod's node in place of the pod, and add --pod-namespace {namespace}. For a pod that a listener dials itself, write CONNECT and the pod's address"
+            "{node} is the name of a pod, and this command does not read the cluster; give the pod's node with --pod-node. For a pod that a listener dials itself, write CONNECT, the pod's address and --pod-namespace {namespace}"
         );
     }
     let data_dir = args.data.data_dir.display();

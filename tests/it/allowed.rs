@@ -544,7 +544,7 @@ impl Site {
         }
     }
 
-    /// Returns the targets for Prometheus, separated by blanks.
+    /// Returns the targets for Prometheus, separated by blanks. `SERVICE` and `RADIO` stand for the ports of the services.
     async fn targets(&self, from: (&str, &str), query: &str) -> String {
         let groups = match self.list(from, &format!("http_sd{query}")).await {
             Ok(groups) => groups,
@@ -555,7 +555,10 @@ impl Site {
         let all: Vec<_> = all
             .map(|target| target.as_str().unwrap().to_owned())
             .collect();
-        all.join(" ")
+        let radio = self.apps.last().unwrap().port();
+        let all = all.join(" ");
+        let all = all.replace(&format!(":{}", self.port), ":SERVICE");
+        all.replace(&format!(":{radio}"), ":RADIO")
     }
 
     /// Returns the nodes that a client may reach, each with its ports and services.
@@ -598,11 +601,21 @@ async fn site_of_lists() -> Site {
 async fn targets_of_service_discovery() {
     let mut site = Box::pin(site_of_lists()).await;
     for (listener, who, query, expected) in [
-        // Without a port: all ports that the edges report, and that the client may reach.
-        ("proxy", "team-a", "", "edge-1:9100 edge-1:9200"),
-        ("proxy", "team-b", "", "edge-2:9100 edge-2:9200"),
+        // Without a port: all ports and services that the edges report, and that the client may reach.
+        (
+            "proxy",
+            "team-a",
+            "",
+            "edge-1:9100 edge-1:9200 printer.edge-1:SERVICE",
+        ),
+        (
+            "proxy",
+            "team-b",
+            "",
+            "edge-2:9100 edge-2:9200 camera.edge-2:SERVICE printer.edge-2:SERVICE radio.edge-2:RADIO",
+        ),
         ("proxy", "team-c", "", ""),
-        ("proxy", "team-d", "", ""),
+        ("proxy", "team-d", "", "printer.edge-1:SERVICE"),
         // A GET suffices.
         ("proxy", "robot", "", "edge-1:9100 edge-2:9100"),
         ("proxy", "robot", "?port=9100", "edge-1:9100 edge-2:9100"),
@@ -619,12 +632,22 @@ async fn targets_of_service_discovery() {
         ("proxy", "team-a", "?port=0", "400 malformed"),
         ("proxy", "team-a", "?port=", "400 malformed"),
         ("proxy", "team-a", "?port=65536", "400 malformed"),
-        ("open", "anonymous", "", "edge-3:9100 edge-3:9200"),
+        (
+            "open",
+            "anonymous",
+            "",
+            "edge-3:9100 edge-3:9200 camera.edge-3:SERVICE radio.edge-3:RADIO",
+        ),
         ("open", "intruder", "", "401 unauthenticated"),
         ("ports", "anonymous", "", "edge-3:9100"),
         ("ports", "anonymous", "?port=9100", "edge-3:9100"),
         ("ports", "anonymous", "?port=9200", ""),
-        ("ports", "team-a", "", "edge-1:9100 edge-1:9200"),
+        (
+            "ports",
+            "team-a",
+            "",
+            "edge-1:9100 edge-1:9200 printer.edge-1:SERVICE",
+        ),
     ] {
         let found = site.targets((listener, who), query).await;
         assert_eq!(found, expected, "{who} {query:?} at {listener}");

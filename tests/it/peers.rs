@@ -434,6 +434,97 @@ async fn a_gateway_decides_by_its_own_policy_about_forwarded_requests() {
     assert_eq!(refused.status, 403, "{}", refused.text());
 }
 
+/// Returns the access record of a gateway for a request of this path, once it is written.
+async fn record(site: &GatewayProcess, path: &str) -> String {
+    let path = format!(" path=\"{path}\"");
+    let mut found = Vec::new();
+    until("the record is written", async || {
+        let log = site.gateway.written().stderr;
+        let records = log.lines().filter(|line| line.contains(" access: "));
+        found = (records
+            .filter(|line| line.contains(&path))
+            .map(str::to_owned))
+        .collect();
+        !found.is_empty()
+    })
+    .await;
+    assert_eq!(found.len(), 1, "{found:#?}");
+    found.remove(0)
+}
+
+/// Returns the value of a field of a record.
+fn field<'a>(record: &'a str, name: &str) -> Option<&'a str> {
+    let (_, rest) = record.split_once(&format!(" {name}="))?;
+    rest.split(' ').next()
+}
+
+/// An operator finds a stream in the log of each gateway that it has passed.
+#[tokio::test]
+async fn a_forwarded_stream_has_a_record_at_both_gateways_and_counts_at_the_first() {
+    let app = App::http(|head| match head.path().as_str() {
+        "/session" => answer::switch("SPDY/3.1", b"hello"),
+        "/echo" => answer::mirror(),
+        "/silent" => answer::silence(),
+        _ => answer::ok("here"),
+    })
+    .await;
+    let fleet = Fleet::start(2, &["edge-1"], &app, "").await;
+    let _edge = fleet.edge("edge-1", 0, &app).await;
+    fleet.until_state(1, "edge-1", "connected").await;
+    let paths = json!({ "paths": ["/session", "/echo", "/silent"] });
+    let rules = json!({ "rules": [{ "name": "some", "what": paths, "then": "allow" }] });
+    fleet.set_policy(0, &rules).await;
+    let (holder, entry) = (&fleet.sites[0], &fleet.sites[1]);
+    let client = entry.nobody();
+    let echo = format!("{URL}echo");
+    let echoed = client.ask("POST", &echo, answer::pattern(300_000)).await;
+    assert_eq!(echoed.status, 200);
+    assert_eq!(client.get(&format!("{URL}refused")).await.status, 403);
+    for (path, further) in [
+        ("session", "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\n"),
+        ("silent", ""),
+    ] {
+        let mut wire = TcpStream::connect(&entry.listener).await.unwrap();
+        let head = format!("GET /{path} HTTP/1.1\r\nHost: edge-1:9100\r\n{further}\r\n");
+        if path == "session" {
+            exchange(&mut wire, head).await;
+        } else {
+            wire.write_all(head.as_bytes()).await.unwrap();
+            while app.head().await.path() != "/silent" {}
+        }
+        wire.set_zero_linger().unwrap();
+    }
+    for (path, method, status, reason, bytes) in [
+        ("/echo", "POST", "200", None, Some("300000")),
+        ("/refused", "GET", "403", Some("forbidden"), Some("0")),
+        ("/session", "GET", "101", Some("client_closed"), None),
+        ("/silent", "GET", "499", Some("client_closed"), Some("0")),
+    ] {
+        let (first, second) = (record(entry, path).await, record(holder, path).await);
+        assert!(field(&first, "trace").is_some(), "{first}");
+        for name in ["trace", "node", "port", "method", "client"] {
+            assert_eq!(field(&first, name), field(&second, name), "{second}");
+        }
+        assert_eq!(field(&first, "forwarded_by"), None);
+        assert!(field(&second, "forwarded_by").unwrap().starts_with("127."));
+        assert_eq!(field(&second, "listener"), None);
+        let quoted = |word: &str| format!("\"{word}\"");
+        assert_eq!(field(&second, "method"), Some(&*quoted(method)));
+        for record in [&first, &second] {
+            assert_eq!(field(record, "status"), Some(status), "{record}");
+            let found = field(record, "reason").map(str::to_owned);
+            assert_eq!(found, reason.map(quoted), "{record}");
+        }
+        assert!(bytes.is_none() || field(&second, "up") == bytes, "{second}");
+        let rule = field(&second, "rule");
+        assert_eq!(rule, (path != "/refused").then_some("\"some\""), "{second}");
+    }
+    let metrics = holder.metrics().await;
+    assert_eq!(metrics.sum("streams_total", &[]), 0);
+    assert_eq!(metrics.sum("streams_served_for_peers_total", &[]), 3);
+    assert_eq!(entry.metrics().await.sum("streams_total", &[]), 4);
+}
+
 /// One link carries the requests for all nodes of a gateway, and connections to upstreams through it are pooled.
 #[tokio::test]
 async fn a_pooled_connection_to_an_upstream_serves_its_own_node_alone() {

@@ -263,6 +263,47 @@ fn page_block(part: &str, replaced: &[(&str, &str)]) -> String {
     replace_all(&block.unwrap(), replaced)
 }
 
+/// The job of the page for services behind the nodes: only the services that it keeps are scraped, at their own ports.
+#[tokio::test]
+async fn a_job_for_services_scrapes_exporters_behind_the_nodes() {
+    need!("curl", "prometheus");
+    let (exporter, other) = (App::saying("well 1\n").await, App::saying("well 2\n").await);
+    let site = Box::pin(GatewayProcess::with_listeners(PROXY)).await;
+    let services = format!(
+        "{{plc-exporter: \"127.0.0.1:{}\", printer: \"127.0.0.1:{}\"}}",
+        exporter.port(),
+        other.port()
+    );
+    drop(site.join("edge-1", other.port()).await);
+    let mut edge = site.edge("edge-1", other.port());
+    edge = edge.flag("--services", services);
+    let mut edge = edge.start();
+    edge.wait_for_line("tunnel registered").await;
+    let job = page_block(
+        "job_name: services",
+        &[
+            ("127.0.0.1:10265", &site.admin),
+            ("127.0.0.1:3128", &site.listener),
+        ],
+    );
+    let config = format!("global: {{ scrape_interval: 1s }}\n{job}");
+    let prometheus = Prometheus::with_config(&site, &config);
+    let mut found = Value::Null;
+    until("the exporter is scraped", async || {
+        let answer = prometheus.get("query", "well").await;
+        found = answer["data"]["result"].clone();
+        found.as_array().is_some_and(|series| !series.is_empty())
+    })
+    .await;
+    let (instance, node) = (&found[0]["metric"]["instance"], &found[0]["metric"]["node"]);
+    let expected = format!("plc-exporter.edge-1:{}", exporter.port());
+    assert_eq!((instance, node), (&json!(expected), &json!("edge-1")));
+    assert_eq!(
+        (&found[0]["value"][1], found.as_array().unwrap().len()),
+        (&json!("1"), 1)
+    );
+}
+
 /// Configurations of the page for a Prometheus elsewhere: the gateway's, with a policy and a file of tokens, and the jobs.
 struct Remote {
     site: GatewayProcess,

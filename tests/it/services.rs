@@ -121,6 +121,56 @@ async fn only_a_rule_that_names_services_opens_one_and_a_refusal_tells_no_names(
 }
 
 #[tokio::test]
+async fn services_are_targets_of_prometheus_which_its_proxy_reaches() {
+    let rules = policy(&json!([
+        { "who": { "users": ["tester"] }, "where": { "services": ["printer"] }, "then": "allow" },
+    ]));
+    let build = World::build().policy(rules);
+    let world = build
+        .listener(listener("proxy", ListenerProtocol::Connect))
+        .start()
+        .await;
+    let (node, printer) = (App::saying("node").await, App::saying("printer").await);
+    let edge = world.edge("edge-1").pool("mill").port(9100, node.address());
+    let edge = edge.service("printer", printer.address());
+    let mut edge = edge.service("camera", node.address()).join().await;
+    let group = |service: &str, app: &App| {
+        let mut labels =
+            json!({ "__meta_causeway_node": "edge-1", "__meta_causeway_pool": "mill" });
+        let target = if service.is_empty() {
+            "edge-1:9100".to_owned()
+        } else {
+            labels["__meta_causeway_service"] = json!(service);
+            format!("{service}.edge-1:{}", app.port())
+        };
+        json!({ "targets": [target], "labels": labels })
+    };
+    let admin = async |query: &str| -> Value {
+        let (status, text) = world.admin_text(&format!("/api/v1/http_sd{query}")).await;
+        assert_eq!(status, 200, "{text}");
+        serde_json::from_str(&text).unwrap()
+    };
+    let client = world.client_at("proxy");
+    let listed = async |query: &str| {
+        let url = format!("https://gateway.test/.well-known/causeway/http_sd{query}");
+        client.get(&url).await.json()
+    };
+    let camera = group("camera", &node);
+    let all = json!([group("", &node), camera, group("printer", &printer)]);
+    assert_eq!(admin("").await, all);
+    let own = listed("").await;
+    assert_eq!(own, json!([group("printer", &printer)]));
+    assert_eq!(admin("?port=9100").await, json!([group("", &node)]));
+    assert_eq!(listed("?port=9100").await, json!([]));
+    let target = own[0]["targets"][0].as_str().unwrap();
+    let request = format!("GET http://{target}/metrics HTTP/1.1\r\nHost: {target}\r\n\r\n");
+    assert_eq!(client.raw("gateway.test", request).await.text(), "printer");
+    edge.stop().await;
+    world.until_tunnels("edge-1", 0).await;
+    assert_eq!(admin("").await, json!([]), "only the edge knows them");
+}
+
+#[tokio::test]
 async fn the_edge_knows_its_services_and_permits_their_addresses() {
     let world = World::start().await;
     let printer = App::saying("printer").await;

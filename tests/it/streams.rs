@@ -252,6 +252,67 @@ async fn a_client_that_leaves_during_an_upload_resets_the_request() {
     }
 }
 
+/// Bytes behind a request, which HTTP reads only after the response, hide no end of the connection.
+#[tokio::test]
+async fn a_client_that_leaves_behind_unread_bytes_ends_its_request() {
+    let app = App::http(|_| answer::silence()).await;
+    let testbed = TestBed::to(&app).await;
+    let mut closed = Vec::new();
+    for unread in ["\r\n", GET] {
+        let bytes = format!("{GET}{unread}");
+        for tls in [true, false] {
+            // The gateway's session tickets are unread, so a dropped connection with TLS would be reset.
+            let mut wire = wire(&testbed, tls).await;
+            wire.write_all(bytes.as_bytes()).await.unwrap();
+            app.head().await;
+            wire.shutdown().await.unwrap();
+            closed.push(wire);
+        }
+        let mut dropped = testbed.tcp("plain").await;
+        dropped.write_all(bytes.as_bytes()).await.unwrap();
+        app.head().await;
+    }
+    for _ in 0..6 {
+        assert_eq!(app.end().await, End::Reset);
+    }
+    testbed.until_idle().await;
+}
+
+/// The end comes behind bytes that the gateway reads only when the app reads.
+#[tokio::test]
+async fn an_upload_that_ends_early_behind_unread_bytes_is_a_reset_at_the_upstream() {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_recv_buffer_size(4 << 10).unwrap();
+    socket.bind(([127, 0, 0, 1], 0).into()).unwrap();
+    let listener = socket.listen(8).unwrap();
+    let testbed = TestBed::to_as(Protocol::Http, listener.local_addr().unwrap()).await;
+    let chunked = "Transfer-Encoding: chunked\r\n\r\n3fffffff";
+    for framing in ["Content-Length: 1000000000\r\n", chunked] {
+        for stays in [true, false] {
+            let mut wire = testbed.tcp("plain").await;
+            let head = format!("POST / HTTP/1.1\r\nHost: edge-1:9100\r\n{framing}\r\n");
+            wire.write_all(head.as_bytes()).await.unwrap();
+            let mut app = listener.accept().await.unwrap().0;
+            let chunk = vec![b'x'; 64 << 10];
+            let mut waits = 0;
+            until("the upload is stalled", async || {
+                waits += 1;
+                while wire.try_write(&chunk).is_ok() {
+                    waits = 0;
+                }
+                waits == 20
+            })
+            .await;
+            wire.shutdown().await.unwrap();
+            let client = stays.then_some(wire);
+            let ended = read_to_end(&mut app).await;
+            assert!(is_reset(&ended), "{framing} {stays}");
+            drop(client);
+        }
+    }
+    testbed.until_idle().await;
+}
+
 /// The client's bytes wait at an app that does not read: these bytes must not hide the reset.
 #[tokio::test]
 async fn an_upstream_that_reads_no_bytes_notices_a_leaving_client() {

@@ -9,7 +9,8 @@ use crate::{
     error::StreamError,
     heartbeat::DelegatedHeartbeat,
     stream::{StreamReceiver, StreamSender},
-    wire::MAX_MESSAGE,
+    target::is_service_name,
+    wire::{MAX_MESSAGE, MAX_REPORTED_SERVICES},
 };
 use bytes::{Bytes, BytesMut};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -72,10 +73,10 @@ pub struct EdgeHello {
     /// The node ports that the edge's allow-list names.
     #[serde(default)]
     pub ports: Vec<u16>,
-    /// Names of the services that the edge serves, at most [`crate::wire::MAX_REPORTED_SERVICES`]. Edges of earlier versions do
-    /// not report them.
+    /// Port of each service that the edge serves, by name, of at most [`crate::wire::MAX_REPORTED_SERVICES`]. Edges of earlier
+    /// versions do not report them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub services: Option<Vec<String>>,
+    pub service_ports: Option<BTreeMap<String, u16>>,
     /// Whether the edge takes [`GatewayMessage::Window`].
     #[serde(default)]
     pub turns: bool,
@@ -124,6 +125,19 @@ pub struct EdgeHello {
     /// Ports whose health checks fail, as in [`EdgeMessage::Health`].
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unhealthy: Vec<u16>,
+}
+
+impl EdgeHello {
+    /// Returns the services that the edge reports, each with its port. What is no name or no port is left out.
+    pub fn services(&self) -> impl Iterator<Item = (&str, u16)> {
+        let reported = self
+            .service_ports
+            .iter()
+            .flatten()
+            .take(MAX_REPORTED_SERVICES);
+        let services = reported.map(|(name, port)| (name.as_str(), *port));
+        services.filter(|(name, port)| is_service_name(name) && *port > 0)
+    }
 }
 
 /// Address and resources of an edge's listener for `YurtHub`s.
@@ -511,7 +525,7 @@ mod tests {
     fn an_edge_hello_without_neighbours_keeps_the_old_format() {
         let silent = written(&EdgeMessage::Welcome(Box::default()));
         assert!(
-            !silent.contains("site") && !silent.contains("services"),
+            !silent.contains("site") && !silent.contains("service_ports"),
             "{silent}"
         );
         let EdgeMessage::Welcome(heard) = parse_message(silent.as_bytes()).unwrap() else {

@@ -225,10 +225,12 @@ impl Policy {
         all
     }
 
-    /// Returns the names of the services that the edge reports to gateways.
-    pub(crate) fn reported_services(&self) -> Vec<String> {
-        let names = self.services.keys().take(MAX_REPORTED_SERVICES);
-        names.cloned().collect()
+    /// Returns the port of each service that the edge reports to gateways.
+    pub(crate) fn reported_services(&self) -> BTreeMap<String, u16> {
+        let services = self.services.iter().take(MAX_REPORTED_SERVICES);
+        services
+            .map(|(name, upstream)| (name.clone(), upstream.target.port))
+            .collect()
     }
 
     /// Returns the refusal of a target without any permitted address.

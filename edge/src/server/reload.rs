@@ -26,6 +26,7 @@ use causeway_rt::task::TaskGroup;
 use causeway_tunnel::control_stream::AnnouncedPorts;
 use rustls_pki_types::UnixTime;
 use std::{
+    collections::BTreeMap,
     fmt,
     net::IpAddr,
     sync::{Arc, Mutex, PoisonError, Weak},
@@ -87,7 +88,7 @@ pub(super) struct Reloadable {
     pub(super) initial_config: Config,
     pub(super) current_proxy: CurrentProxy,
     pub(super) ports: Arc<ArcSwap<Vec<u16>>>,
-    pub(super) services: Arc<ArcSwap<Vec<String>>>,
+    pub(super) services: Arc<ArcSwap<BTreeMap<String, u16>>>,
     /// Ports whose health checks fail.
     pub(super) unhealthy_ports: watch::Sender<UnhealthyPorts>,
     pub(super) policy_inputs: Mutex<PolicyInputs>,

@@ -249,7 +249,7 @@ async fn list_edges(State(app): State<AdminState>) -> Result<Response, ProblemDe
 }
 
 /// Returns the nodes as targets for Prometheus: with a port in the query every known node, so that a node that is away remains a
-/// target, else the ports that the edges report to this gateway.
+/// target, else the ports and services that the edges report to this gateway.
 async fn list_targets(
     State(app): State<AdminState>,
     RawQuery(query): RawQuery,
@@ -257,19 +257,25 @@ async fn list_targets(
     let port = target_group::requested_port(query.as_deref())
         .map_err(|why| ProblemDetails::new(StatusCode::BAD_REQUEST, "malformed", why))?;
     let list = move || {
-        let mut ports: BTreeMap<NodeName, Vec<u16>> = BTreeMap::new();
-        for node in app.nodes.names() {
-            ports.entry(node).or_default();
-        }
+        let names = app.nodes.names().into_iter().map(|node| (node, None));
+        let mut hellos: BTreeMap<_, _> = names.collect();
         app.registry.for_each_tunnel(|node, tunnel| {
-            ports.insert(node.clone(), tunnel.tunnel.hello.ports.clone());
+            hellos.insert(node.clone(), Some(tunnel.tunnel.hello.clone()));
         });
-        let groups = ports.into_iter().filter_map(|(node, reported)| {
-            let data = app.nodes.get(&node).unwrap_or_default();
-            let ports = port.map_or(reported, |port| vec![port]);
-            TargetGroup::new(&node, &ports, &data).filter(|_| data.revoked.is_none())
-        });
-        Json(groups.collect::<Vec<_>>()).into_response()
+        let mut groups = Vec::new();
+        for (node, hello) in &hellos {
+            let data = app.nodes.get(node).unwrap_or_default();
+            if data.revoked.is_some() {
+                continue;
+            }
+            let reported = hello.as_deref().filter(|_| port.is_none());
+            let ports = port.as_slice().iter();
+            let ports = ports.chain(reported.iter().flat_map(|hello| &hello.ports));
+            let ports: Vec<_> = ports.copied().collect();
+            let services = reported.iter().flat_map(|hello| hello.services());
+            groups.extend(TargetGroup::for_node((node, &data), &ports, services));
+        }
+        Json(groups).into_response()
     };
     run_blocking(list).await
 }

@@ -46,6 +46,7 @@ use rustls::ClientConfig;
 use std::{
     collections::{HashMap, HashSet},
     fmt, io,
+    net::SocketAddr,
     pin::pin,
     sync::Arc,
     time::{Duration, SystemTime},
@@ -80,8 +81,8 @@ const START_TIMEOUT: Duration = Duration::from_secs(5);
 /// Serves a request that another gateway has forwarded.
 #[derive(Clone)]
 pub struct ForwardHandler(
-    /// Function that serves one request.
-    pub Arc<dyn Fn(StreamRequest) -> BoxFuture<'static, ()> + Send + Sync>,
+    /// Function that serves one request of the gateway at this address.
+    pub Arc<dyn Fn(StreamRequest, SocketAddr) -> BoxFuture<'static, ()> + Send + Sync>,
 );
 
 impl fmt::Debug for ForwardHandler {

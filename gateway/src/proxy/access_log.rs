@@ -30,7 +30,6 @@ use http::{HeaderValue, Method, Request, StatusCode};
 use slab::Slab;
 use std::{
     collections::BTreeSet,
-    fmt::Write as _,
     future::{Future, poll_fn},
     net::SocketAddr,
     pin::Pin,
@@ -91,6 +90,11 @@ impl OpenStreams {
     pub(super) fn generation(&self) -> u64 {
         let changes = self.generation.load(Acquire);
         changes.wrapping_add(self.authorizer.generation())
+    }
+
+    /// Returns the selection of the streams that are written to the access log.
+    pub(super) fn access_log(&self) -> AccessLog {
+        self.log
     }
 
     /// Requests a check of all open streams.
@@ -567,10 +571,7 @@ impl AccessRecord {
                 return;
             }
             filled.reason = Some(error.reason);
-            filled.detail = error.to_string();
-            if let Some(cause) = &error.cause {
-                let _ = write!(filled.detail, ": {cause}");
-            }
+            filled.detail = error.log_detail();
         }
     }
 
@@ -632,10 +633,6 @@ impl AccessRecord {
         matches!(&self.method, RecordMethod::Http(method) if method == expected)
     }
 
-    fn logged_path(&self) -> &str {
-        &self.path[..self.path.floor_char_boundary(MAX_PATH_BYTES)]
-    }
-
     /// Returns the trace of this stream.
     pub fn trace(&self) -> &Trace {
         &self.trace
@@ -679,12 +676,7 @@ impl Drop for AccessRecord {
             up,
             down,
         });
-        let wanted = match self.streams.log {
-            AccessLog::All => true,
-            AccessLog::Failures => filled.reason.is_some(),
-            AccessLog::None => false,
-        };
-        if wanted {
+        if self.streams.log.includes(filled.reason.is_some()) {
             self.write(&filled, duration, (up, down));
         }
         if filled.is_session {
@@ -708,9 +700,9 @@ impl AccessRecord {
             service = fields.route.as_ref().and_then(Route::service),
             port = fields.route.as_ref().and_then(Route::port),
             method = self.method.as_str(),
-            path = self.logged_path(),
+            path = loggable_path(&self.path),
             rule = fields.matched_rule.as_ref().map(|by| &*by.rule),
-            rule_line = rule_line(fields),
+            rule_line = rule_line(fields.matched_rule.as_ref()),
             address = fields.direct_address.as_ref().map(|(address, _)| tracing::field::display(address)),
             pod = pod_name(fields),
             status = fields.status,
@@ -750,9 +742,9 @@ impl AccessRecord {
             service = route.and_then(Route::service),
             port = route.and_then(Route::port),
             method = self.method.as_str(),
-            path = self.logged_path(),
+            path = loggable_path(&self.path),
             rule = fields.matched_rule.as_ref().map(|by| &*by.rule),
-            rule_line = rule_line(fields),
+            rule_line = rule_line(fields.matched_rule.as_ref()),
             address = fields.direct_address.as_ref().map(|(address, _)| tracing::field::display(address)),
             pod = pod_name(fields),
             status = fields.status,
@@ -773,12 +765,18 @@ fn pod_name(fields: &RecordFields) -> Option<&str> {
     routed.or(direct).and_then(DestinationPod::name)
 }
 
+/// Returns the beginning of a path, as the log contains it.
+pub(super) fn loggable_path(path: &str) -> &str {
+    &path[..path.floor_char_boundary(MAX_PATH_BYTES)]
+}
+
 /// Returns the line of the rule in the policy file. Rules of other keys of the configuration have none.
-fn rule_line(fields: &RecordFields) -> Option<usize> {
-    let line = fields.matched_rule.as_ref()?.line;
+pub(super) fn rule_line(matched_rule: Option<&MatchedRule>) -> Option<usize> {
+    let line = matched_rule?.line;
     (line > 0).then_some(line)
 }
 
-fn millis(duration: Duration) -> f64 {
+/// Returns a duration in milliseconds, with three decimals.
+pub(super) fn millis(duration: Duration) -> f64 {
     (duration.as_secs_f64() * 1e6).round() / 1e3
 }

@@ -24,15 +24,13 @@ use crate::{
     state::{TargetGroup, directory::HeldState, target_group},
 };
 use causeway_certs::NodeName;
-use causeway_tunnel::{
-    Target, control_stream::EdgeHello, target::is_service_name, wire::MAX_REPORTED_SERVICES,
-};
+use causeway_tunnel::{Target, control_stream::EdgeHello};
 use http::{
     HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Version,
     header::{AUTHORIZATION, CONTENT_TYPE, HOST},
     uri::Scheme,
 };
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
@@ -105,8 +103,16 @@ struct ReachableTargets {
     ports: Vec<u16>,
     /// Whether the client may open a TCP session to some port, rather than only send it some requests.
     connect: bool,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    services: Vec<String>,
+    /// Port of each service. The list of nodes has the names only.
+    #[serde(
+        skip_serializing_if = "BTreeMap::is_empty",
+        serialize_with = "serialize_keys"
+    )]
+    services: BTreeMap<String, u16>,
+}
+
+fn serialize_keys<S: Serializer>(map: &BTreeMap<String, u16>, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_seq(map.keys())
 }
 
 impl Proxy {
@@ -146,11 +152,15 @@ impl Proxy {
             let port = target_group::requested_port(query.as_deref());
             let port = port.map_err(|why| Reason::Malformed.error(why))?;
             let nodes = self.reachable_nodes((connection, &client), port).await?;
-            let group = |row: &ReachableNode| {
+            let groups = |row: &ReachableNode| {
                 let data = self.shared.nodes.get(&row.node).unwrap_or_default();
-                TargetGroup::new(&row.node, &row.targets.ports, &data)
+                let ReachableTargets {
+                    ports, services, ..
+                } = &row.targets;
+                let services = services.iter().map(|(name, port)| (name.as_str(), *port));
+                TargetGroup::for_node((&row.node, &data), ports, services)
             };
-            serde_json::to_string(&nodes.iter().filter_map(group).collect::<Vec<_>>())
+            serde_json::to_string(&nodes.iter().flat_map(groups).collect::<Vec<_>>())
         } else {
             let nodes = self.reachable_nodes((connection, &client), None).await?;
             let client = &client.name;
@@ -287,12 +297,10 @@ impl TargetSearch<'_> {
             }
         }
         let service_target = |service: &str| Target::service(service, node.as_str(), None);
-        let reported = hello.and_then(|hello| hello.services.as_ref());
-        let names = reported.into_iter().flatten().take(MAX_REPORTED_SERVICES);
-        for service in names.filter(|name| is_service_name(name)) {
+        for (service, port) in hello.iter().flat_map(|hello| hello.services()) {
             let target = service_target(service);
             if self.may_reach(Access::Any, node, target).await? {
-                targets.services.push(service.clone());
+                targets.services.insert(service.to_owned(), port);
             }
         }
         let mut is_reachable = !targets.ports.is_empty() || !targets.services.is_empty();
@@ -308,7 +316,8 @@ impl TargetSearch<'_> {
                 break;
             }
         }
-        for service in sample_services.iter().filter(|_| reported.is_none()) {
+        let reports_none = hello.is_none_or(|hello| hello.service_ports.is_none());
+        for service in sample_services.iter().filter(|_| reports_none) {
             let target = service_target(service);
             is_reachable = is_reachable || self.may_reach(Access::Any, node, target).await?;
         }

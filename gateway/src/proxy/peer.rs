@@ -1,12 +1,15 @@
 //! Requests for nodes of other gateways: forwarded over a link to the gateway that holds the node, and served there.
 //!
-//! The gateway that the client has reached does everything that depends on the client: it authenticates, authorizes, limits and
-//! logs. The holder checks its own policy and the limits of the node, opens the stream to the edge, says so by an interim
-//! response, and joins both streams. A request passes between gateways at most once: the holder uses only its own tunnels. If it
-//! has none, it refuses before it has read the body, and the request goes elsewhere. If its tunnel does not answer at present, it
-//! does so too, provided that the sender says that another gateway holds the node. If its tunnel stops answering later, it says
-//! so by another interim response, and the sender may repeat the request (`repeat`). Connections to upstreams of `upstream_tls`
-//! are pooled, so the holder decides about the request with which a connection begins.
+//! The gateway that the client has reached does everything that depends on the client: it authenticates, authorizes, limits,
+//! counts and logs. The holder checks its own policy and the limits of the node, opens the stream to the edge, says so by an
+//! interim response, joins both streams, and writes an access record of its own (`record`). A request passes between gateways at
+//! most once: the holder uses only its own tunnels. If it has none, it refuses before it has read the body, and the request goes
+//! elsewhere. If its tunnel does not answer at present, it does so too, provided that the sender says that another gateway holds
+//! the node. If its tunnel stops answering later, it says so by another interim response, and the sender may repeat the request
+//! (`repeat`). Connections to upstreams of `upstream_tls` are pooled, so the holder decides about the request with which a
+//! connection begins.
+
+mod record;
 
 use super::{
     authn::{AuthMethod, ClientIdentity},
@@ -22,6 +25,7 @@ use crate::{
         NodeUnavailable,
         directory::{MIN_LATE, PeerRefusal, REFUSAL_TIME, until_unanswered},
         pods::DestinationPod,
+        policy::MatchedRule,
         registry::SelectedTunnel,
     },
 };
@@ -29,7 +33,7 @@ use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use causeway_certs::NodeName;
 use causeway_rt::listener::RemoteAddr;
 use causeway_tunnel::{
-    StreamError, StreamKind, Target, Tunnel,
+    StreamError, StreamKind, StreamReceiver, Tunnel,
     body::{PumpError, pump},
     edge_side::{self, ForwardedFields, StreamRequest, StreamResponder},
     eviction::Eviction,
@@ -39,6 +43,7 @@ use causeway_tunnel::{
 use futures_util::future::OptionFuture;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode};
 use http_body::Body;
+use record::ForwardedRecord;
 use serde::{Deserialize, Serialize};
 use std::{
     net::{IpAddr, SocketAddr},
@@ -77,6 +82,9 @@ struct ForwardedClient {
     /// Method and path of the request inside a TCP stream, if the gateway itself speaks TLS with the upstream.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     inner: Option<(String, String)>,
+    /// Trace in the access record of the request. Gateways of earlier versions do not send it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    trace: Option<String>,
 }
 
 /// Opens a stream to the node of the route: on its tunnel, or through a peer that holds the node. Also returns the tunnel or link
@@ -232,6 +240,7 @@ fn forwarded_fields(ctx: StreamContext<'_>, kind: &StreamKind) -> Result<Forward
         address: ctx.connection.peer.ip(),
         action,
         inner: is_inside.then(|| (method.to_string(), path.to_owned())),
+        trace: Some(ctx.record.trace().as_str().to_owned()),
     };
     let malformed = |error: Box<dyn std::error::Error + Send + Sync>| {
         Reason::Malformed.with_source("the request cannot be forwarded to another gateway", error)
@@ -358,28 +367,40 @@ async fn wait_for_acceptance<T>(
     }
 }
 
-/// Serves a request that another gateway has forwarded: on a tunnel of this gateway, never through a third one.
-pub(crate) async fn serve(shared: &ProxyState, request: StreamRequest) {
+/// Serves a request that the gateway at this address has forwarded: on a tunnel of this gateway, never through a third one.
+pub(crate) async fn serve(shared: &ProxyState, request: StreamRequest, forwarded_by: SocketAddr) {
+    let (node, client) = match parse_forwarded(&request.forwarded) {
+        Ok(forwarded) => forwarded,
+        Err(error) => return reject(request.responder, &error),
+    };
+    let route = Route::new(node, request.target.clone()).with_pod(&shared.nodes);
+    let asked = (&request.kind, &request.head);
+    let record = ForwardedRecord::begin((shared, forwarded_by), &client, &route, asked);
     let eviction = request.body.eviction_handle();
     let evicted = OptionFuture::from(eviction.as_ref().map(Eviction::wait_for_eviction));
     tokio::select! {
         biased;
-        () = serve_unless_evicted(shared, request) => {}
+        () = serve_unless_evicted(shared, request, client, &record) => {}
         // Dropping the streams resets them.
-        Some(()) = evicted => {}
+        Some(()) = evicted => record.record_stream_error(&StreamError::Evicted),
     }
 }
 
-async fn serve_unless_evicted(shared: &ProxyState, request: StreamRequest) {
+async fn serve_unless_evicted(
+    shared: &ProxyState,
+    request: StreamRequest,
+    client: ForwardedClient,
+    record: &ForwardedRecord,
+) {
     let StreamRequest {
         kind,
-        target,
         mut head,
         target_overflow_len,
         body,
         mut responder,
         source,
         forwarded,
+        ..
     } = request;
     if let Some(source) = source {
         edge_side::set_source(head.headers_mut(), source);
@@ -388,9 +409,9 @@ async fn serve_unless_evicted(shared: &ProxyState, request: StreamRequest) {
     let opened = {
         let mut opening = pin!(open_own_stream(
             shared,
-            (&kind, &target),
+            (client, &kind),
             (head, framing),
-            &forwarded
+            (forwarded.has_alternative, record)
         ));
         tokio::select! {
             biased;
@@ -402,17 +423,38 @@ async fn serve_unless_evicted(shared: &ProxyState, request: StreamRequest) {
         Ok(Some(own)) => own,
         Ok(None) => {
             let detail = "the tunnel of the node does not answer at present";
+            record.record_failure(&Reason::NodeNotConnected.error(detail));
             return responder.reject_forwarded(wire::LATE, detail);
         }
-        Err(error) => return reject(responder, &error),
+        Err(error) => {
+            record.record_failure(&error);
+            return reject(responder, &error);
+        }
     };
     if (responder.send_informational(interim(wire::ACCEPTED, "1"))).is_err() {
         return;
     }
-    let OpenStream { mut send, response } = own.stream;
-    let mut upload = pin!(pump(body, &mut send, None));
-    let watched = own.watched.as_ref();
-    let mut download = pin!(return_response(responder, response, watched, &own.node));
+    join_streams(&kind, (body, responder), own, record).await;
+}
+
+/// Carries the stream of the other gateway to the edge, and the responses of the edge back.
+async fn join_streams(
+    kind: &StreamKind,
+    (body, responder): (StreamReceiver, StreamResponder),
+    OwnStream {
+        stream: OpenStream { mut send, response },
+        watched,
+        _permits,
+    }: OwnStream,
+    record: &ForwardedRecord,
+) {
+    let mut upload = pin!(pump(record.count_up(body), &mut send, None));
+    let mut download = pin!(return_response(
+        responder,
+        response,
+        watched.as_ref(),
+        record
+    ));
     let mut is_uploaded = false;
     loop {
         tokio::select! {
@@ -423,9 +465,13 @@ async fn serve_unless_evicted(shared: &ProxyState, request: StreamRequest) {
                 Err(PumpError::Body(_)) => return,
             },
             downloaded = &mut download => {
+                if !downloaded {
+                    return;
+                }
                 // A session or a request may continue in the other direction.
-                if downloaded && !is_uploaded {
-                    let _ = upload.await;
+                let is_aborted = !is_uploaded && matches!(upload.await, Err(PumpError::Body(_)));
+                if *kind == StreamKind::Request || !is_aborted {
+                    record.mark_complete();
                 }
                 return;
             }
@@ -449,7 +495,6 @@ fn reject(responder: StreamResponder, error: &Error) {
 /// Stream of a forwarded request on a tunnel of this gateway.
 struct OwnStream {
     stream: OpenStream,
-    node: NodeName,
     /// The tunnel, if the other gateway can send the request elsewhere when the tunnel does not answer.
     watched: Option<Tunnel>,
     /// Permits at this gateway and for the node.
@@ -460,29 +505,31 @@ struct OwnStream {
 /// should serve the request.
 async fn open_own_stream(
     shared: &ProxyState,
-    (kind, target): (&StreamKind, &Target),
+    (client, kind): (ForwardedClient, &StreamKind),
     (head, framing): (Request<()>, (usize, bool)),
-    forwarded: &ForwardedFields,
+    (has_alternative, record): (bool, &ForwardedRecord),
 ) -> Result<Option<OwnStream>, Error> {
-    let (node, client) = parse_forwarded(forwarded)?;
-    let route = Route::new(node, target.clone()).with_pod(&shared.nodes);
-    check_known_pod(shared, &route)?;
-    authorize(shared, &route, (client, kind, &head)).await?;
+    let route = record.route();
+    check_known_pod(shared, route)?;
+    let (rule, decision) = authorize(shared, route, (client, kind, &head)).await?;
+    record.set_matched_rule(rule);
+    decision?;
     route.check_same_pod(&shared.nodes)?;
-    let node = route.node;
+    let Route { node, target, .. } = route;
     let (selected, _) = shared
         .registry
-        .select_own_tunnel(&node)
-        .map_err(|unavailable| Error::from_unavailable(&node, &unavailable))?;
-    if forwarded.has_alternative && selected.is_late() {
+        .select_own_tunnel(node)
+        .map_err(|unavailable| Error::from_unavailable(node, &unavailable))?;
+    if has_alternative && selected.is_late() {
         return Ok(None);
     }
+    record.set_tunnel(selected.id);
     // The other gateway limits the streams of the client.
     let permits = (
         shared.limits.admit_client(&Counter::default())?,
         shared.limits.admit_node(&selected.streams)?,
     );
-    let is_watched = forwarded.has_alternative && is_repeatable(kind, head.method(), framing.1);
+    let is_watched = has_alternative && is_repeatable(kind, head.method(), framing.1);
     let stream = selected
         .tunnel
         .open_forwarded(head, (kind, target), framing)
@@ -495,7 +542,6 @@ async fn open_own_stream(
     shared.metrics.count_served_for_peer();
     Ok(Some(OwnStream {
         stream,
-        node,
         watched: is_watched.then_some(selected.tunnel),
         _permits: permits,
     }))
@@ -526,12 +572,12 @@ fn parse_forwarded(forwarded: &ForwardedFields) -> Result<(NodeName, ForwardedCl
     node.zip(client).ok_or_else(malformed)
 }
 
-/// Decides by the policy of this gateway, which may differ from that of the other one.
+/// Decides by the policy of this gateway, which may differ from that of the other one. Also returns the rule that decided.
 async fn authorize(
     shared: &ProxyState,
     route: &Route,
     (forwarded, kind, head): (ForwardedClient, &StreamKind, &Request<()>),
-) -> Result<(), Error> {
+) -> Result<(Option<MatchedRule>, Result<(), Error>), Error> {
     let authentication = if forwarded.authenticated {
         AuthMethod::Certificate
     } else {
@@ -566,13 +612,8 @@ async fn authorize(
         method: &method,
         path,
     };
-    let (_, decision) = authz::check(
-        shared.authorizer.as_ref(),
-        &request,
-        shared.timeouts.authorize,
-    )
-    .await;
-    decision
+    let authorizer = shared.authorizer.as_ref();
+    Ok(authz::check(authorizer, &request, shared.timeouts.authorize).await)
 }
 
 /// Sends the edge's responses to the other gateway, and before the final one, whether the `watched` tunnel does not answer.
@@ -581,7 +622,7 @@ async fn return_response(
     mut responder: StreamResponder,
     mut response: StreamResponse,
     watched: Option<&Tunnel>,
-    node: &NodeName,
+    record: &ForwardedRecord,
 ) -> bool {
     let (mut interims, mut last_interim) = (0, Instant::now());
     let late = watched.map(|tunnel| until_unanswered(tunnel, MIN_LATE));
@@ -615,11 +656,14 @@ async fn return_response(
     let answer = match answer {
         Ok(answer) => answer,
         Err(error) => {
-            reject(responder, &Error::from_stream_error(node.as_str(), &error));
+            record.record_stream_error(&error);
+            let node = record.route().node.as_str();
+            reject(responder, &Error::from_stream_error(node, &error));
             return false;
         }
     };
     let (mut parts, body) = answer.into_parts();
+    record.response_started(parts.status, &parts.headers);
     strip_gateway_fields(&mut parts.headers);
     let is_end = body.is_end_stream();
     let Ok(mut send) = responder.send(Response::from_parts(parts, ()), is_end) else {
@@ -630,11 +674,15 @@ async fn return_response(
     }
     let eviction = body.eviction_handle();
     let evicted = OptionFuture::from(eviction.as_ref().map(Eviction::wait_for_eviction));
-    tokio::select! {
+    let result = tokio::select! {
         biased;
-        result = pump(body, &mut send, None) => result.is_ok(),
-        Some(()) = evicted => false,
+        result = pump(record.count_down(body), &mut send, None) => result,
+        Some(()) = evicted => Err(PumpError::Body(StreamError::Evicted)),
+    };
+    if let Err(PumpError::Body(error)) = &result {
+        record.record_stream_error(error);
     }
+    result.is_ok()
 }
 
 /// Removes the fields by which a gateway speaks to another one. An edge must not speak in the name of a gateway.

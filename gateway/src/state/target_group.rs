@@ -2,39 +2,65 @@
 
 use super::nodes::Node;
 use causeway_certs::NodeName;
+use causeway_tunnel::Target;
 use schemars::JsonSchema;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Group of targets: ports of one node.
+/// Group of targets: ports of one node, or one of its services.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct TargetGroup {
-    /// Addresses `NODE:PORT`.
+    /// Addresses `NODE:PORT`, or one `SERVICE.NODE:PORT`.
     targets: Vec<String>,
-    /// Labels of the node for relabelling.
+    /// Labels of the node for relabelling, and the name of the service.
     labels: BTreeMap<String, String>,
 }
 
 impl TargetGroup {
-    /// Returns the group of these ports of a node, or `None` without a port.
-    pub fn new(node: &NodeName, ports: &[u16], data: &Node) -> Option<Self> {
-        let mut labels: BTreeMap<_, _> = data
-            .labels
-            .iter()
-            .map(|(key, value)| {
-                let name = format!("__meta_causeway_label_{}", label_name(key));
-                (name, value.clone())
-            })
-            .collect();
-        let pool = data.pool.clone();
-        labels.extend(pool.map(|pool| ("__meta_causeway_pool".to_owned(), pool)));
-        labels.insert("__meta_causeway_node".to_owned(), node.to_string());
-        let target = |port: &u16| format!("{node}:{port}");
-        (!ports.is_empty()).then(|| Self {
-            targets: ports.iter().map(target).collect(),
-            labels,
-        })
+    /// Returns a group of these ports of a node, if there are any, and one for each of these services.
+    pub fn for_node<'a>(
+        (node, data): (&NodeName, &Node),
+        ports: &[u16],
+        services: impl IntoIterator<Item = (&'a str, u16)>,
+    ) -> Vec<Self> {
+        let labels = node_labels(node, data);
+        let mut groups = Vec::new();
+        if !ports.is_empty() {
+            groups.push(Self {
+                targets: ports.iter().map(|port| format!("{node}:{port}")).collect(),
+                labels: labels.clone(),
+            });
+        }
+        groups.extend(services.into_iter().map(|(service, port)| {
+            let mut labels = labels.clone();
+            labels.insert(meta_label("service"), service.to_owned());
+            Self {
+                targets: vec![Target::service(service, node.as_str(), Some(port)).to_string()],
+                labels,
+            }
+        }));
+        groups
     }
+}
+
+/// Returns the confirmed properties of a node as labels.
+fn node_labels(node: &NodeName, data: &Node) -> BTreeMap<String, String> {
+    let labels = data.labels.iter();
+    let mut labels: BTreeMap<_, _> = labels
+        .map(|(key, value)| {
+            let name = meta_label(&format!("label_{}", label_name(key)));
+            (name, value.clone())
+        })
+        .collect();
+    let pool = data.pool.clone();
+    labels.extend(pool.map(|pool| (meta_label("pool"), pool)));
+    labels.insert(meta_label("node"), node.to_string());
+    labels
+}
+
+/// Returns the name of a label that Prometheus drops after relabelling.
+fn meta_label(name: &str) -> String {
+    format!("__meta_causeway_{name}")
 }
 
 /// Returns a label's key as the name of a label of Prometheus, as its Kubernetes service discovery does.
@@ -71,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_node_becomes_a_target_group_with_meta_labels() {
+    fn a_node_and_its_services_become_target_groups_with_meta_labels() {
         let labels = [("example.com/site", "north")];
         let labels = labels.map(|(key, value)| (key.to_owned(), value.to_owned()));
         let data = Node {
@@ -80,17 +106,23 @@ mod tests {
             ..Node::default()
         };
         let node = NodeName::parse("edge-1").unwrap();
-        let group = TargetGroup::new(&node, &[9100, 9101], &data);
-        let expected = serde_json::json!({
-            "targets": ["edge-1:9100", "edge-1:9101"],
-            "labels": {
-                "__meta_causeway_label_example_com_site": "north",
-                "__meta_causeway_node": "edge-1",
-                "__meta_causeway_pool": "mill",
-            },
+        let groups = TargetGroup::for_node((&node, &data), &[9100, 9101], [("printer", 631)]);
+        let mut labels = serde_json::json!({
+            "__meta_causeway_label_example_com_site": "north",
+            "__meta_causeway_node": "edge-1",
+            "__meta_causeway_pool": "mill",
         });
-        assert_eq!(serde_json::to_value(group).unwrap(), expected);
-        assert_eq!(TargetGroup::new(&node, &[], &data), None);
+        let ports = serde_json::json!({
+            "targets": ["edge-1:9100", "edge-1:9101"],
+            "labels": labels,
+        });
+        labels["__meta_causeway_service"] = "printer".into();
+        let service = serde_json::json!({ "targets": ["printer.edge-1:631"], "labels": labels });
+        assert_eq!(
+            serde_json::to_value(groups).unwrap(),
+            serde_json::json!([ports, service])
+        );
+        assert_eq!(TargetGroup::for_node((&node, &data), &[], []), []);
     }
 
     #[test]

@@ -1,13 +1,14 @@
 //! Stream sockets of gateways and edges: TCP or unix in one type.
 
 use super::ResetOnClose;
+use futures_util::FutureExt;
 use std::{
     io,
     pin::Pin,
     task::{Context, Poll},
 };
 use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
+    io::{AsyncRead, AsyncWrite, Interest, ReadBuf},
     net::{TcpStream, UnixStream},
 };
 use tokio_util::either::Either;
@@ -81,6 +82,15 @@ impl Socket {
             Either::Right(unix) => unix.take_error()?,
         };
         pending_error.map_or(Ok(()), Err)
+    }
+
+    /// Whether the peer has ended its sending side, as far as the system has reported it. Unread bytes may come before the end.
+    pub fn is_read_closed(&self) -> bool {
+        let ready = match &self.stream {
+            Either::Left(tcp) => tcp.ready(Interest::READABLE).now_or_never(),
+            Either::Right(unix) => unix.ready(Interest::READABLE).now_or_never(),
+        };
+        matches!(ready, Some(Ok(ready)) if ready.is_read_closed())
     }
 }
 

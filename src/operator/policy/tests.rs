@@ -40,6 +40,7 @@ impl Files {
             upgrade: true,
             service: None,
             pod_namespace: None,
+            pod_node: None,
             data: DataDir {
                 data_dir: self.0.path().join("data"),
             },
@@ -392,11 +393,46 @@ rules:
 }
 
 #[test]
+fn the_name_of_a_pod_needs_its_node() {
+    let files = Files::new();
+    let text = "rules: [{ where: { nodes: [edge-1], pod_namespaces: [shop] }, then: allow }]\n";
+    let mut ask = files.ask("edge-1");
+    ask.file.policy = files.write("pods.yaml", text);
+    ask.method = Method::GET;
+    for (url, node, is_allowed) in [
+        ("https://web-1.shop.pod:8080/", "edge-1", true),
+        ("https://web-1.shop.pod:8080/", "edge-2", false),
+        ("https://web-1.bank.pod:8080/", "edge-1", false),
+    ] {
+        ask.url = url.to_owned();
+        ask.pod_node = Some(node.to_owned());
+        match check(&ask) {
+            Ok(()) => assert!(is_allowed, "{url} {node}"),
+            Err(error) => assert!(!is_allowed && error.is::<Denied>(), "{url} {node}: {error}"),
+        }
+    }
+    for (url, node, says) in [
+        ("https://edge-1:8080/", "edge-1", "with the name of a pod"),
+        (
+            "https://web-1.shop.pod:8080/",
+            "edge 1",
+            "is not the name of a node",
+        ),
+    ] {
+        ask.url = url.to_owned();
+        ask.pod_node = Some(node.to_owned());
+        let error = check(&ask).unwrap_err();
+        assert!(!error.is::<Denied>(), "{url}");
+        assert!(error.to_string().contains(says), "{url}: {error}");
+    }
+}
+
+#[test]
 fn the_name_of_a_pod_is_not_looked_up() {
     let files = Files::new();
     let mut ask = files.ask("edge-1");
     for (url, namespace, says) in [
-        ("https://web.shop.pod:80/", None, "--pod-namespace shop"),
+        ("https://web.shop.pod:80/", None, "--pod-node"),
         (
             "https://web.shop.pod:80/",
             Some("shop"),

@@ -19,7 +19,7 @@ use causeway_tunnel::{
 };
 use futures_util::future::BoxFuture;
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     net::IpAddr,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
@@ -47,8 +47,8 @@ pub(crate) struct TunnelContext {
     pub(crate) instance: String,
     /// Node ports that the edge serves now.
     pub(crate) ports: Arc<ArcSwap<Vec<u16>>>,
-    /// Names of the services that the edge reports now.
-    pub(crate) services: Arc<ArcSwap<Vec<String>>>,
+    /// Ports of the services that the edge reports now.
+    pub(crate) services: Arc<ArcSwap<BTreeMap<String, u16>>>,
     /// Results of the health checks of upstreams.
     pub(crate) unhealthy_ports: watch::Receiver<UnhealthyPorts>,
     pub(crate) connector: GatewayConnector,

@@ -29,6 +29,7 @@ use causeway_tunnel::{
 };
 use rustls_pki_types::UnixTime;
 use std::{
+    collections::BTreeMap,
     future::Future,
     io,
     pin::pin,
@@ -268,7 +269,7 @@ fn build_hello(context: &TunnelContext, slot: u32, announced: &[String]) -> Edge
         labels: config.labels.clone(),
         pool: config.pool.clone(),
         ports: context.ports.load().to_vec(),
-        services: Some(context.services.load().to_vec()),
+        service_ports: Some(BTreeMap::clone(&context.services.load())),
         turns: true,
         elsewhere: gateways.len() > 1,
         listed: true,

@@ -50,7 +50,7 @@ fn node_operations() -> Vec<Route> {
         route(
             Operation::get(
                 "/api/v1/http_sd",
-                "Nodes as targets for the HTTP service discovery of Prometheus; `?port=9100` for this port of every known node",
+                "Nodes and their services as targets for the HTTP service discovery of Prometheus; `?port=9100` for this port of every known node",
             )
             .json::<Vec<TargetGroup>>("The targets, by node")
             .response(problem(400, "`malformed`: the query is not `port=NUMBER`")),

@@ -65,8 +65,9 @@ impl OtherGateway {
             let traffic = io.traffic();
             let accepting = edge_side::accept(io, traffic, EdgeSideConfig::default());
             let connection = accepting.await.unwrap();
-            let refuse = ForwardHandler(Arc::new(|_| Box::pin(async {})));
-            serve_streams(connection, &feed, (&refuse, &rejection)).await;
+            let refuse = ForwardHandler(Arc::new(|_, _| Box::pin(async {})));
+            let from = SocketAddr::from((Ipv4Addr::LOCALHOST, 1));
+            serve_streams((connection, from), &feed, (&refuse, &rejection)).await;
         });
     }
 

@@ -64,15 +64,15 @@ impl HandshakeContext {
         };
         let tls = admission.tls.clone();
         let rejection = move || tls.load().verify_gateway(&chain).err();
-        serve_streams(connection, &feed, (&serve_stream, &rejection)).await;
+        serve_streams((connection, from), &feed, (&serve_stream, &rejection)).await;
         Ok(())
     }
 }
 
-/// Serves streams until the connection ends, until the certificate of the other gateway is rejected, or until this
+/// Serves streams of the gateway at this address until the connection ends, until the certificate of the other gateway is rejected, or until this
 /// gateway drains and needs the connection no longer.
 pub(crate) async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
-    mut connection: EdgeSide<S>,
+    (mut connection, from): (EdgeSide<S>, SocketAddr),
     feed: &NodeFeed,
     (serve_stream, rejection): (&ForwardHandler, &(dyn Fn() -> Option<PeerRejected> + Sync)),
 ) {
@@ -88,7 +88,7 @@ pub(crate) async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
             next = connection.next_stream() => match next {
                 Ok(IncomingStream::Stream(request)) => {
                     let span = info_span!("forwarded", target = %request.target);
-                    streams.spawn(span, (serve_stream.0)(*request));
+                    streams.spawn(span, (serve_stream.0)(*request, from));
                 }
                 Ok(IncomingStream::Control(_)) if feeds.len() >= MAX_CONTROL_STREAMS => {
                     debug!("refused a further control stream of another gateway");

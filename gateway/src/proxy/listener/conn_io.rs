@@ -145,6 +145,13 @@ impl ConnState {
         self.is_session.load(Relaxed)
     }
 
+    /// Whether a client that speaks HTTP/1.1 has sent a whole request, and its response is not complete.
+    fn awaits_response(&self) -> bool {
+        let is_between_requests = self.expects_head.load(Relaxed) || self.is_reading_head();
+        let is_http2 = self.http2_activity() > 0;
+        !is_between_requests && !is_http2 && !self.is_session() && !self.has_open_body.load(Relaxed)
+    }
+
     /// Marks the request body as complete.
     pub fn body_ended(&self) {
         self.has_open_body.store(false, Relaxed);
@@ -575,7 +582,9 @@ const DISCONNECT_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 ///
 /// The system reports a disconnect only to a task that reads, and a body that waits for its upstream is not read. The system's
 /// keepalive turns a lost client into an error of the socket. This type polls for that error, which TLS may have received
-/// already.
+/// already. hyper reads nothing either while it has bytes behind a request whose response is not complete: an end of the
+/// connection behind these bytes is then a disconnect, as it is without them. An end behind the bytes of a body is none, because
+/// the body may be complete. If it is not, that is an error once it has been read.
 #[derive(Debug, Default)]
 struct DisconnectWatch {
     /// Whether a task waits for bytes and would be notified of a disconnect.
@@ -584,7 +593,11 @@ struct DisconnectWatch {
 }
 
 impl DisconnectWatch {
-    fn poll(&mut self, cx: &mut Context<'_>, socket: &Socket) -> io::Result<()> {
+    fn poll(
+        &mut self,
+        cx: &mut Context<'_>,
+        (socket, condition): (&Socket, &ConnState),
+    ) -> io::Result<()> {
         if self.is_reading {
             if self.timer.as_ref().is_some_and(|timer| timer.is_elapsed()) {
                 self.timer = None;
@@ -596,6 +609,9 @@ impl DisconnectWatch {
             .get_or_insert_with(|| Box::pin(sleep(DISCONNECT_CHECK_INTERVAL)));
         while timer.as_mut().poll(cx).is_ready() {
             socket.check_error()?;
+            if condition.awaits_response() && socket.is_read_closed() {
+                return Err(io::ErrorKind::ConnectionAborted.into());
+            }
             timer
                 .as_mut()
                 .reset(Instant::now() + DISCONNECT_CHECK_INTERVAL);
@@ -696,7 +712,8 @@ impl AsyncWrite for ClientIo {
             Transport::Plain(socket, _) => socket,
             Transport::Tls(stream) => stream.get_ref().0,
         };
-        this.disconnect_watch.poll(cx, socket)?;
+        let watched = (socket, &*this.condition);
+        this.disconnect_watch.poll(cx, watched)?;
         polled
     }
 

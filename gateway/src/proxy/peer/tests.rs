@@ -156,7 +156,7 @@ impl Gateway {
                 if let IncomingStream::Stream(request) = stream {
                     let shared = shared.clone();
                     tasks.spawn(debug_span!("request"), async move {
-                        serve(&shared, *request).await;
+                        serve(&shared, *request, ([192, 0, 2, 2], 4711).into()).await;
                     });
                 }
             })

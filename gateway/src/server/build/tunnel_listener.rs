@@ -95,9 +95,9 @@ pub(super) fn build_tunnel_listener(
 /// Returns the handler of requests that other gateways forward.
 fn forward_handler(shared: &Arc<ProxyState>) -> ForwardHandler {
     let shared = shared.clone();
-    ForwardHandler(Arc::new(move |request| {
+    ForwardHandler(Arc::new(move |request, from| {
         let shared = shared.clone();
-        Box::pin(async move { peer::serve(&shared, request).await })
+        Box::pin(async move { peer::serve(&shared, request, from).await })
     }))
 }
 

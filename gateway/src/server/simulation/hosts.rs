@@ -156,7 +156,7 @@ pub(super) async fn run_gateway(number: usize, world: World) -> turmoil::Result 
     accepting.spawn(debug_span!("peers"), async move {
         while let Ok((tcp, from)) = peers.accept().await {
             let handler = forward_handler(&state, &log, (from, number));
-            let serving = serve_peer(feed.clone(), handler, tcp);
+            let serving = serve_peer(feed.clone(), handler, (tcp, from));
             links.spawn(debug_span!("peer"), serving);
         }
     });
@@ -267,11 +267,11 @@ async fn serve_tunnel(registry: Registry, mut tcp: TcpStream, from: SocketAddr) 
 }
 
 /// Serves a connection of another gateway.
-async fn serve_peer(feed: NodeFeed, handler: ForwardHandler, tcp: TcpStream) {
+async fn serve_peer(feed: NodeFeed, handler: ForwardHandler, (tcp, from): (TcpStream, SocketAddr)) {
     let io = CountedIo::new(tcp);
     let traffic = io.traffic();
     if let Ok(connection) = edge_side::accept(io, traffic, EdgeSideConfig::default()).await {
-        serve_peer_streams(connection, &feed, (&handler, &|| None)).await;
+        serve_peer_streams((connection, from), &feed, (&handler, &|| None)).await;
     }
 }
 
@@ -285,10 +285,10 @@ fn forward_handler(
     let sender = numbers.find(|number| turmoil::lookup(gateway(*number)) == from.ip());
     let sender = sender.unwrap();
     let (shared, world) = (shared.clone(), world.clone());
-    ForwardHandler(Arc::new(move |request| {
+    ForwardHandler(Arc::new(move |request, from| {
         world.log().forwarded(request_id(&request), (sender, to));
         let shared = shared.clone();
-        Box::pin(async move { peer::serve(&shared, request).await })
+        Box::pin(async move { peer::serve(&shared, request, from).await })
     }))
 }
 

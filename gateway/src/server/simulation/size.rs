@@ -418,9 +418,10 @@ fn connect_fn(running: &Running, traffic: &Arc<Traffic>) -> ConnectFn {
 async fn serve_peer(feed: NodeFeed, pipe: DuplexStream) {
     let io = CountedIo::new(pipe);
     let traffic = io.traffic();
-    let handler = ForwardHandler(Arc::new(|_| Box::pin(async {})));
+    let handler = ForwardHandler(Arc::new(|_, _| Box::pin(async {})));
     if let Ok(connection) = edge_side::accept(io, traffic, EdgeSideConfig::default()).await {
-        serve_streams(connection, &feed, (&handler, &|| None)).await;
+        let from = ([192, 0, 2, 1], 1).into();
+        serve_streams((connection, from), &feed, (&handler, &|| None)).await;
     }
 }
 
