@@ -458,6 +458,24 @@ fn field<'a>(record: &'a str, name: &str) -> Option<&'a str> {
     rest.split(' ').next()
 }
 
+/// Opens a session and a request without a response, and resets both.
+async fn reset_open_streams(entry: &GatewayProcess, app: &App) {
+    for (path, further) in [
+        ("session", "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\n"),
+        ("silent", ""),
+    ] {
+        let mut wire = TcpStream::connect(&entry.listener).await.unwrap();
+        let head = format!("GET /{path} HTTP/1.1\r\nHost: edge-1:9100\r\n{further}\r\n");
+        if path == "session" {
+            exchange(&mut wire, head).await;
+        } else {
+            wire.write_all(head.as_bytes()).await.unwrap();
+            while app.head().await.path() != "/silent" {}
+        }
+        wire.set_zero_linger().unwrap();
+    }
+}
+
 /// An operator finds a stream in the log of each gateway that it has passed.
 #[tokio::test]
 async fn a_forwarded_stream_has_a_record_at_both_gateways_and_counts_at_the_first() {
@@ -480,20 +498,7 @@ async fn a_forwarded_stream_has_a_record_at_both_gateways_and_counts_at_the_firs
     let echoed = client.ask("POST", &echo, answer::pattern(300_000)).await;
     assert_eq!(echoed.status, 200);
     assert_eq!(client.get(&format!("{URL}refused")).await.status, 403);
-    for (path, further) in [
-        ("session", "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\n"),
-        ("silent", ""),
-    ] {
-        let mut wire = TcpStream::connect(&entry.listener).await.unwrap();
-        let head = format!("GET /{path} HTTP/1.1\r\nHost: edge-1:9100\r\n{further}\r\n");
-        if path == "session" {
-            exchange(&mut wire, head).await;
-        } else {
-            wire.write_all(head.as_bytes()).await.unwrap();
-            while app.head().await.path() != "/silent" {}
-        }
-        wire.set_zero_linger().unwrap();
-    }
+    reset_open_streams(entry, &app).await;
     for (path, method, status, reason, bytes) in [
         ("/echo", "POST", "200", None, Some("300000")),
         ("/refused", "GET", "403", Some("forbidden"), Some("0")),
