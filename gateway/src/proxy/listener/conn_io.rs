@@ -66,6 +66,8 @@ pub struct ConnState {
     is_session: AtomicBool,
     /// Whether the request body is incomplete, if the client speaks HTTP/1.1.
     has_open_body: AtomicBool,
+    /// Whether the request may begin a session, whose bytes and end may come before the response.
+    may_begin_session: AtomicBool,
     /// Whether bytes after the request were read before the response was complete. The next read may then begin within a head.
     has_read_ahead: AtomicBool,
     /// The part of the request target that is not passed to hyper.
@@ -92,6 +94,7 @@ impl Default for ConnState {
             stream_lost: Notify::new(),
             is_session: AtomicBool::new(false),
             has_open_body: AtomicBool::new(false),
+            may_begin_session: AtomicBool::new(false),
             has_read_ahead: AtomicBool::new(false),
             long_target: Mutex::default(),
             parse_failure: Mutex::default(),
@@ -127,8 +130,10 @@ impl ConnState {
         self.head_started_at.store(0, Relaxed);
     }
 
-    /// Begins an HTTP/1.1 request with or without a body. Returns the part of its target that was not passed to hyper.
-    pub fn begin_request(&self, has_body: bool) -> Option<LongTarget> {
+    /// Begins an HTTP/1.1 request: whether it has a body, and whether it may begin a session. Returns the part of its target that was
+    /// not passed to hyper.
+    pub fn begin_request(&self, has_body: bool, may_begin_session: bool) -> Option<LongTarget> {
+        self.may_begin_session.store(may_begin_session, Relaxed);
         self.head_complete();
         // A head that was read together with the request before it begins with no further read.
         self.expects_head.store(false, Relaxed);
@@ -145,11 +150,14 @@ impl ConnState {
         self.is_session.load(Relaxed)
     }
 
-    /// Whether a client that speaks HTTP/1.1 has sent a whole request, and its response is not complete.
+    /// Whether a client that speaks HTTP/1.1 has sent a whole request, its response is not complete, and no session can follow.
     fn awaits_response(&self) -> bool {
         let is_between_requests = self.expects_head.load(Relaxed) || self.is_reading_head();
-        let is_http2 = self.http2_activity() > 0;
-        !is_between_requests && !is_http2 && !self.is_session() && !self.has_open_body.load(Relaxed)
+        let is_other = self.http2_activity() > 0
+            || self.is_session()
+            || self.may_begin_session.load(Relaxed)
+            || self.has_open_body.load(Relaxed);
+        !is_between_requests && !is_other
     }
 
     /// Marks the request body as complete.
@@ -823,10 +831,25 @@ mod tests {
         }
     }
 
+    #[test]
+    fn an_end_behind_unread_bytes_counts_only_if_they_can_be_no_body_and_no_session() {
+        let state = ConnState::default();
+        for (has_body, may_begin_session, awaits) in [
+            (false, false, true),
+            (true, false, false),
+            (false, true, false),
+        ] {
+            state.begin_request(has_body, may_begin_session);
+            assert_eq!(state.awaits_response(), awaits);
+        }
+        state.response_complete();
+        assert!(!state.awaits_response());
+    }
+
     #[tokio::test(start_paused = true)]
     async fn bytes_of_a_body_begin_no_head() {
         let state = ConnState::default();
-        state.begin_request(true);
+        state.begin_request(true, false);
         state.response_complete();
         assert!(!state.note_read());
         let slow = timeout(10 * LIMIT, state.wait_slow_head(LIMIT)).await;
@@ -841,10 +864,10 @@ mod tests {
     async fn bytes_after_a_pipelined_request_begin_no_head() {
         for has_body in [false, true] {
             let state = ConnState::default();
-            state.begin_request(false);
+            state.begin_request(false, false);
             assert!(!state.note_read(), "the second head");
             state.response_complete();
-            state.begin_request(has_body);
+            state.begin_request(has_body, false);
             assert!(!state.note_read(), "the third head, or the body");
             let slow = timeout(10 * LIMIT, state.wait_slow_head(LIMIT)).await;
             slow.expect_err("the second request is open");

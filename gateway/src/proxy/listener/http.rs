@@ -27,7 +27,10 @@ use causeway_tunnel::{
     request_target::MAX_URI_BYTES,
 };
 use futures_util::{FutureExt, StreamExt, future::BoxFuture, stream::FuturesUnordered};
-use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header::CONNECTION};
+use http::{
+    HeaderValue, Method, Request, Response, StatusCode, Version,
+    header::{CONNECTION, UPGRADE},
+};
 use hyper::{
     body::{Body as _, Incoming},
     ext::ReasonPhrase,
@@ -419,7 +422,9 @@ async fn respond(
         return response.map(|body| body.with_busy_guard(busy_guard));
     }
     let condition = &connection.condition;
-    match condition.begin_request(!request.body().is_end_stream()) {
+    let may_begin_session =
+        request.method() == Method::CONNECT || request.headers().contains_key(UPGRADE);
+    match condition.begin_request(!request.body().is_end_stream(), may_begin_session) {
         None => {}
         Some(LongTarget::Overflow(rest)) => drop(request.extensions_mut().insert(rest)),
         Some(LongTarget::Rejected(reason)) => drop(request.extensions_mut().insert(reason)),
