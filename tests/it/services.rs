@@ -165,6 +165,15 @@ async fn services_are_targets_of_prometheus_which_its_proxy_reaches() {
     let target = own[0]["targets"][0].as_str().unwrap();
     let request = format!("GET http://{target}/metrics HTTP/1.1\r\nHost: {target}\r\n\r\n");
     assert_eq!(client.raw("gateway.test", request).await.text(), "printer");
+    // A node of this name hides the service.
+    let hiding = world.edge("camera.edge-1").port(9100, node.address());
+    let mut hiding = hiding.join().await;
+    let labels = json!({ "__meta_causeway_node": "camera.edge-1" });
+    let other = json!({ "targets": ["camera.edge-1:9100"], "labels": labels });
+    let all = json!([other, group("", &node), group("printer", &printer)]);
+    assert_eq!(admin("").await, all);
+    hiding.stop().await;
+    world.until_tunnels("camera.edge-1", 0).await;
     edge.stop().await;
     world.until_tunnels("edge-1", 0).await;
     assert_eq!(admin("").await, json!([]), "only the edge knows them");

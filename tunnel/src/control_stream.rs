@@ -128,7 +128,7 @@ pub struct EdgeHello {
 }
 
 impl EdgeHello {
-    /// Returns the services that the edge reports, each with its port. What is no name or no port is left out.
+    /// Returns the services that the edge reports, each with its port. Leaves out entries with an invalid name or port 0.
     pub fn services(&self) -> impl Iterator<Item = (&str, u16)> {
         let reported = self
             .service_ports

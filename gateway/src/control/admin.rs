@@ -273,6 +273,7 @@ async fn list_targets(
             let ports = ports.chain(reported.iter().flat_map(|hello| &hello.ports));
             let ports: Vec<_> = ports.copied().collect();
             let services = reported.iter().flat_map(|hello| hello.services());
+            let services = services.filter(|(name, _)| !app.nodes.hides_service(name, node));
             groups.extend(TargetGroup::for_node((node, &data), &ports, services));
         }
         Json(groups).into_response()

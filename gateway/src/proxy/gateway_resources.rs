@@ -298,6 +298,9 @@ impl TargetSearch<'_> {
         }
         let service_target = |service: &str| Target::service(service, node.as_str(), None);
         for (service, port) in hello.iter().flat_map(|hello| hello.services()) {
+            if self.proxy.shared.nodes.hides_service(service, node) {
+                continue;
+            }
             let target = service_target(service);
             if self.may_reach(Access::Any, node, target).await? {
                 targets.services.insert(service.to_owned(), port);

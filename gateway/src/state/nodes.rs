@@ -546,6 +546,12 @@ impl Nodes {
         self.table.load().nodes.get(name).cloned()
     }
 
+    /// Whether a name of the form `SERVICE.NODE` is that of a node: it then leads to that node, and to no service.
+    pub fn hides_service(&self, service: &str, node: &NodeName) -> bool {
+        let name = NodeName::parse(&format!("{service}.{node}"));
+        name.is_ok_and(|name| self.table.load().nodes.contains_key(&name))
+    }
+
     /// Returns the names of all nodes with a record.
     pub fn record_names(&self) -> BTreeSet<NodeName> {
         self.table.load().sources.records.keys().cloned().collect()
