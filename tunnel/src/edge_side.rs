@@ -124,19 +124,25 @@ pub struct ForwardedFields {
     pub node: Option<HeaderValue>,
     /// Client of the request ([`wire::CLIENT`]).
     pub client: Option<HeaderValue>,
+    /// Trace in the sender's access record ([`wire::TRACE`]).
+    pub trace: Option<HeaderValue>,
     /// Whether another gateway can be asked as well ([`wire::ALTERNATIVE`]).
     pub has_alternative: bool,
+    /// Whether the sender takes the interim response [`wire::LATE`]. Gateways of earlier versions pass it on to their clients.
+    pub takes_late_reports: bool,
 }
+
+/// Value of [`wire::ALTERNATIVE`] by a gateway that takes the interim response [`wire::LATE`]; earlier versions sent 1.
+const TAKES_LATE_REPORTS: HeaderValue = HeaderValue::from_static("2");
 
 impl ForwardedFields {
     /// Adds the fields to a request.
     pub fn set(self, fields: &mut HeaderMap) {
-        let has_alternative = self
-            .has_alternative
-            .then_some(HeaderValue::from_static("1"));
+        let has_alternative = self.has_alternative.then_some(TAKES_LATE_REPORTS);
         let all = [
             (wire::NODE, self.node),
             (wire::CLIENT, self.client),
+            (wire::TRACE, self.trace),
             (wire::ALTERNATIVE, has_alternative),
         ];
         for (name, value) in all {
@@ -147,10 +153,13 @@ impl ForwardedFields {
     }
 
     fn take(fields: &mut HeaderMap) -> Self {
+        let alternative = fields.remove(wire::ALTERNATIVE);
         Self {
             node: fields.remove(wire::NODE),
             client: fields.remove(wire::CLIENT),
-            has_alternative: fields.remove(wire::ALTERNATIVE).is_some(),
+            trace: fields.remove(wire::TRACE),
+            takes_late_reports: alternative.as_ref() == Some(&TAKES_LATE_REPORTS),
+            has_alternative: alternative.is_some(),
         }
     }
 }

@@ -43,6 +43,8 @@ pub const CONTROL: HeaderName = HeaderName::from_static("causeway-control");
 pub const NODE: HeaderName = HeaderName::from_static("causeway-node");
 /// Request that a gateway forwards to another one: the client, as JSON in base64url.
 pub const CLIENT: HeaderName = HeaderName::from_static("causeway-client");
+/// Request that a gateway forwards to another one: the trace of the request in access records, 32 hexadecimal digits.
+pub const TRACE: HeaderName = HeaderName::from_static("causeway-trace");
 /// Request that a gateway forwards to another one: a third gateway holds the node too. The receiver then answers [`LATE`] if its
 /// own tunnel of the node does not answer at present, and says so by an interim response if that happens later.
 pub const ALTERNATIVE: HeaderName = HeaderName::from_static("causeway-alternative");

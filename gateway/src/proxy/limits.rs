@@ -21,9 +21,14 @@ use std::{
         atomic::{AtomicUsize, Ordering::Relaxed},
     },
 };
+use tokio::sync::{Semaphore, SemaphorePermit};
 
 /// Maximum number of request bodies that are discarded at once. Any client may have one, and no stream is counted for it.
 const DISCARDED_BODIES: usize = 1024;
+
+/// Maximum number of requests that are open on two tunnels because the first one does not answer. An edge that stands still must not
+/// get all its requests twice.
+const MAX_REPETITIONS: usize = 256;
 
 /// Counter of the open streams of one client or node.
 pub type Counter = Arc<AtomicUsize>;
@@ -35,6 +40,7 @@ pub struct Limits {
     open_streams: Counter,
     connections: ConnectionLimit,
     discarded_bodies: ConnectionLimit,
+    repetitions: Semaphore,
     clients: Mutex<HashMap<Arc<str>, Weak<AtomicUsize>>>,
     memory_budget: Arc<MemoryBudget>,
 }
@@ -71,6 +77,7 @@ impl Limits {
             discarded_bodies: metrics.connection_limit("discarded_bodies", DISCARDED_BODIES),
             config,
             open_streams: Counter::default(),
+            repetitions: Semaphore::new(MAX_REPETITIONS),
             clients: Mutex::default(),
         }
     }
@@ -88,6 +95,12 @@ impl Limits {
         let count = Counter::default();
         clients.insert(name.clone(), Arc::downgrade(&count));
         count
+    }
+
+    /// Waits until a request may be sent a second time, and returns the permit for it.
+    pub async fn admit_repetition(&self) -> Option<SemaphorePermit<'_>> {
+        // The semaphore is never closed.
+        self.repetitions.acquire().await.ok()
     }
 
     /// Returns the memory budget of buffered bytes, to which tunnels and uploads add theirs.

@@ -56,6 +56,8 @@ use tokio::time::{Instant, sleep, timeout};
 const PROBE_AFTER: Duration = Duration::from_secs(1);
 /// Time after which a request without effects goes elsewhere, beside the time for the decision of the peer's policy.
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(2);
+/// Interval of the reports to another gateway that the tunnel of its request does not answer.
+const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 /// Time without an answer to a probe of the link after which a request with effects fails if the peer has not accepted it. It
 /// must not be sent again, so the time is longer than for other requests: some links are silent for seconds.
 const SUSPECT_AFTER: Duration = Duration::from_secs(5);
@@ -82,9 +84,6 @@ struct ForwardedClient {
     /// Method and path of the request inside a TCP stream, if the gateway itself speaks TLS with the upstream.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     inner: Option<(String, String)>,
-    /// Trace in the access record of the request. Gateways of earlier versions do not send it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    trace: Option<String>,
 }
 
 /// Opens a stream to the node of the route: on its tunnel, or through a peer that holds the node. Also returns the tunnel or link
@@ -240,17 +239,24 @@ fn forwarded_fields(ctx: StreamContext<'_>, kind: &StreamKind) -> Result<Forward
         address: ctx.connection.peer.ip(),
         action,
         inner: is_inside.then(|| (method.to_string(), path.to_owned())),
-        trace: Some(ctx.record.trace().as_str().to_owned()),
     };
     let malformed = |error: Box<dyn std::error::Error + Send + Sync>| {
         Reason::Malformed.with_source("the request cannot be forwarded to another gateway", error)
     };
     let json = serde_json::to_vec(&client).map_err(|error| malformed(error.into()))?;
     let client = HeaderValue::try_from(URL_SAFE_NO_PAD.encode(json));
+    let trace = HeaderValue::from_str(ctx.record.trace().as_str());
+    let trace = trace.map(|mut trace| {
+        // It never repeats, so it must not take the place of other values in the table of HPACK.
+        trace.set_sensitive(true);
+        trace
+    });
     Ok(ForwardedFields {
         node: HeaderValue::from_str(ctx.route.node.as_str()).ok(),
         client: Some(client.map_err(|error| malformed(error.into()))?),
+        trace: trace.ok(),
         has_alternative: false,
+        takes_late_reports: true,
     })
 }
 
@@ -374,8 +380,7 @@ pub(crate) async fn serve(shared: &ProxyState, request: StreamRequest, forwarded
         Err(error) => return reject(request.responder, &error),
     };
     let route = Route::new(node, request.target.clone()).with_pod(&shared.nodes);
-    let asked = (&request.kind, &request.head);
-    let record = ForwardedRecord::begin((shared, forwarded_by), &client, &route, asked);
+    let record = ForwardedRecord::begin((shared, forwarded_by), &client, &route, &request);
     let eviction = request.body.eviction_handle();
     let evicted = OptionFuture::from(eviction.as_ref().map(Eviction::wait_for_eviction));
     tokio::select! {
@@ -411,7 +416,7 @@ async fn serve_unless_evicted(
             shared,
             (client, &kind),
             (head, framing),
-            (forwarded.has_alternative, record)
+            (&forwarded, record)
         ));
         tokio::select! {
             biased;
@@ -507,7 +512,7 @@ async fn open_own_stream(
     shared: &ProxyState,
     (client, kind): (ForwardedClient, &StreamKind),
     (head, framing): (Request<()>, (usize, bool)),
-    (has_alternative, record): (bool, &ForwardedRecord),
+    (forwarded, record): (&ForwardedFields, &ForwardedRecord),
 ) -> Result<Option<OwnStream>, Error> {
     let route = record.route();
     check_known_pod(shared, route)?;
@@ -520,7 +525,7 @@ async fn open_own_stream(
         .registry
         .select_own_tunnel(node)
         .map_err(|unavailable| Error::from_unavailable(node, &unavailable))?;
-    if has_alternative && selected.is_late() {
+    if forwarded.has_alternative && selected.is_late() {
         return Ok(None);
     }
     record.set_tunnel(selected.id);
@@ -529,7 +534,7 @@ async fn open_own_stream(
         shared.limits.admit_client(&Counter::default())?,
         shared.limits.admit_node(&selected.streams)?,
     );
-    let is_watched = has_alternative && is_repeatable(kind, head.method(), framing.1);
+    let is_watched = forwarded.takes_late_reports && is_repeatable(kind, head.method(), framing.1);
     let stream = selected
         .tunnel
         .open_forwarded(head, (kind, target), framing)
@@ -616,7 +621,13 @@ async fn authorize(
     Ok(authz::check(authorizer, &request, shared.timeouts.authorize).await)
 }
 
-/// Sends the edge's responses to the other gateway, and before the final one, whether the `watched` tunnel does not answer.
+/// Waits until a tunnel does not answer, after a pause.
+async fn until_late(tunnel: &Tunnel, pause: Duration) {
+    sleep(pause).await;
+    until_unanswered(tunnel, MIN_LATE).await;
+}
+
+/// Sends the edge's responses to the other gateway, and before the final one each second whether the `watched` tunnel does not answer.
 /// Returns whether the final one was sent to its end.
 async fn return_response(
     mut responder: StreamResponder,
@@ -625,17 +636,17 @@ async fn return_response(
     record: &ForwardedRecord,
 ) -> bool {
     let (mut interims, mut last_interim) = (0, Instant::now());
-    let late = watched.map(|tunnel| until_unanswered(tunnel, MIN_LATE));
-    let (mut late, mut was_late) = (pin!(OptionFuture::from(late)), false);
+    let next_report = |pause| OptionFuture::from(watched.map(|tunnel| until_late(tunnel, pause)));
+    let mut report = pin!(next_report(Duration::ZERO));
     let answer = loop {
         let received = tokio::select! {
             biased;
             received = response.next_informational() => received,
             _ = responder.wait_for_reset() => return false,
-            Some(()) = &mut late, if !was_late => {
-                was_late = true;
+            Some(()) = &mut report => {
                 // A stream that was reset is noticed above.
                 let _ = responder.send_informational(interim(wire::REASON, wire::LATE));
+                report.set(next_report(REPORT_INTERVAL));
                 continue;
             }
         };

@@ -1,4 +1,4 @@
-//! Step 6a, on a tunnel that does not answer: the request is sent once more, elsewhere.
+//! Step 6a, on a tunnel that does not answer: the request is sent once more, on another tunnel or through another gateway.
 //!
 //! A slow upstream is no reason for that: its tunnel answers the probe that follows each write. If the tunnel does not answer the
 //! probe, or ends, and another tunnel or gateway holds the node, the request goes there as well. The first stream stays open
@@ -18,14 +18,14 @@ use causeway_tunnel::{
     headers,
     request_target::TargetOverflow,
 };
-use futures_util::future::{Either, select};
+use futures_util::future::{Either, OptionFuture, select};
 use http::{Request, Response};
 use std::{pin::pin, time::Duration};
 use tokio::{sync::Notify, time::sleep};
 
 /// Largest head of which a copy waits for the response, in bytes of [`headers::header_list_size`].
 const MAX_COPIED_HEAD: usize = 8 << 10;
-/// Interval at which the request on a tunnel that does not answer looks for another place.
+/// Interval of the search for another tunnel or gateway while a tunnel does not answer.
 const SEARCH_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Response of an edge, the request half of its stream, and the tunnel or link of the stream if it is the second one.
@@ -56,78 +56,87 @@ pub(super) async fn wait_for_response(
     OpenStream { send, mut response }: OpenStream,
     copy: Request<()>,
 ) -> Result<Answer, Error> {
-    let was_told = Notify::new();
+    let late_report = Notify::new();
     let (failure, other) = tokio::select! {
         biased;
-        answer = wait_for_head(ctx, &mut response, &was_told) => match answer {
+        answer = wait_for_head(ctx, &mut response, &late_report) => match answer {
             Ok(answer) => return Ok((answer, send, None)),
             Err(error) => {
                 let other = (error.reason == Reason::TunnelLost).then(|| select_other(ctx));
                 (Some(error), other.flatten())
             }
         },
-        other = until_other(ctx, &was_told) => (None, Some(other)),
+        other = until_other(ctx, &late_report) => (None, Some(other)),
     };
     let first = async {
         if let Some(error) = failure {
             return Err(error);
         }
-        let answer = wait_for_head(ctx, &mut response, &was_told).await?;
+        let answer = wait_for_head(ctx, &mut response, &late_report).await?;
         Ok((answer, send, None))
     };
-    let other = other.filter(|_| ctx.record.take_repetition());
-    Box::pin(wait_for_either(
-        ctx,
-        first,
-        other.map(|other| (other, copy)),
-    ))
-    .await
+    match other.filter(|_| ctx.record.take_repetition()) {
+        Some(other) => Box::pin(wait_for_either(ctx, first, (other, copy))).await,
+        None => Box::pin(first).await,
+    }
 }
 
-/// Waits for the first response, and sends the request to another place, if there is one.
+/// Sends the request to another place as well, and waits for the first response.
 async fn wait_for_either(
     ctx: StreamContext<'_>,
     first: impl Future<Output = Result<Answer, Error>>,
-    elsewhere: Option<(SelectedTunnel, Request<()>)>,
+    (other, copy): (SelectedTunnel, Request<()>),
 ) -> Result<Answer, Error> {
     let mut first = pin!(first);
-    let Some((other, copy)) = elsewhere else {
-        return first.await;
-    };
-    // Another pod may have got the address during the wait.
-    ctx.proxy.check_same_pod(ctx.client, ctx.route)?;
-    ctx.proxy.shared.metrics.count_repeated_request();
-    tracing::debug!(node = %ctx.route.node, "a request is repeated elsewhere");
     let (answer, send, _) = {
-        let second = pin!(send_elsewhere(ctx.moved_to(Some(&other)), copy));
-        match select(first.as_mut(), second).await {
-            Either::Left((Ok(answer), _)) => return Ok(answer),
-            Either::Left((Err(error), second)) => second.await.map_err(|_| error)?,
-            Either::Right((Ok(answer), _)) => answer,
-            Either::Right((Err(_), first)) => return first.await,
+        let second = pin!(send_second(ctx, &other, copy));
+        match select(second, first.as_mut()).await {
+            Either::Left((Ok(answer), _)) => answer,
+            Either::Left((Err(_), first)) => return first.await,
+            Either::Right((Ok(answer), _)) => return Ok(answer),
+            Either::Right((Err(error), second)) => second.await.map_err(|_| error)?,
         }
     };
     ctx.record.set_tunnel(other.id);
     Ok((answer, send, Some(other)))
 }
 
-async fn send_elsewhere(ctx: StreamContext<'_>, copy: Request<()>) -> Result<Answer, Error> {
+/// Sends the request on a second stream. Interim responses of that stream are discarded, because the client may have got those of the
+/// first one.
+async fn send_second(
+    ctx: StreamContext<'_>,
+    other: &SelectedTunnel,
+    copy: Request<()>,
+) -> Result<Answer, Error> {
+    let shared = &ctx.proxy.shared;
+    let _repetition = shared.limits.admit_repetition().await;
+    let _stream = shared.limits.admit_node(&other.streams)?;
+    // Another pod may have got the address during the wait.
+    ctx.proxy.check_same_pod(ctx.client, ctx.route)?;
+    let ctx = ctx.moved_to(Some(other));
     let OpenStream { send, mut response } = peer::open_repeated(ctx, copy).await?;
-    let answer = wait_for_head(ctx, &mut response, &Notify::new()).await?;
+    shared.metrics.count_repeated_request();
+    tracing::debug!(node = %ctx.route.node, "a request was repeated on another tunnel");
+    let answered = async {
+        while response.next_informational().await?.is_some() {}
+        response.await
+    };
+    let answer = (answered.await).map_err(|error| peer::stream_error(ctx, &error))?;
+    peer::check_rejection(ctx, answer.headers())?;
     Ok((answer, send, None))
 }
 
-/// Waits for the final response of an edge, and forwards interim ones. Notifies `was_told` when the peer says that its tunnel
+/// Waits for the final response of an edge, and forwards interim ones. Notifies `late_report` when the peer reports that its tunnel
 /// does not answer.
 async fn wait_for_head(
     ctx: StreamContext<'_>,
     response: &mut StreamResponse,
-    was_told: &Notify,
+    late_report: &Notify,
 ) -> Result<Response<StreamReceiver>, Error> {
     let answered = async {
-        let is_told = |interim: &Response<()>| peer::says_late(ctx, interim);
-        while response_head::forward_interims(ctx, response, is_told).await? {
-            was_told.notify_one();
+        let is_late = |interim: &Response<()>| peer::says_late(ctx, interim);
+        while response_head::forward_interims(ctx, response, is_late).await? {
+            late_report.notify_one();
         }
         response.await
     };
@@ -136,15 +145,13 @@ async fn wait_for_head(
     Ok(answer)
 }
 
-/// Waits until the tunnel of the context does not answer, or that of its peer, and another place has the node.
-async fn until_other(ctx: StreamContext<'_>, was_told: &Notify) -> SelectedTunnel {
-    let mut is_told = false;
+/// Waits until the tunnel of the context does not answer, or that of its peer, and another place has the node. The peer reports each
+/// second that its tunnel does not answer.
+async fn until_other(ctx: StreamContext<'_>, late_report: &Notify) -> SelectedTunnel {
     loop {
-        if !is_told {
-            is_told = tokio::select! {
-                () = until_unanswered(ctx.tunnel, MIN_LATE) => false,
-                () = was_told.notified() => true,
-            };
+        tokio::select! {
+            () = until_unanswered(ctx.tunnel, MIN_LATE) => {}
+            Some(()) = OptionFuture::from(ctx.peer.map(|_| late_report.notified())) => {}
         }
         if let Some(other) = select_other(ctx) {
             return other;
@@ -154,6 +161,6 @@ async fn until_other(ctx: StreamContext<'_>, was_told: &Notify) -> SelectedTunne
 }
 
 fn select_other(ctx: StreamContext<'_>) -> Option<SelectedTunnel> {
-    let asked = (ctx.id, ctx.peer.map(AsRef::as_ref));
-    (ctx.proxy.shared.registry).select_other(&ctx.route.node, asked)
+    let current = (ctx.id, ctx.peer.map(AsRef::as_ref));
+    (ctx.proxy.shared.registry).select_other(&ctx.route.node, current)
 }

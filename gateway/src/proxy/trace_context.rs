@@ -36,6 +36,13 @@ impl Trace {
         Self(id)
     }
 
+    /// Returns the trace with these hexadecimal digits.
+    pub fn parse(digits: &[u8]) -> Option<Self> {
+        let is_hex = |byte: &u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+        let all: [u8; TRACE_ID_LEN] = digits.try_into().ok()?;
+        all.iter().all(is_hex).then_some(Self(all))
+    }
+
     /// Returns the 32 hexadecimal digits.
     pub fn as_str(&self) -> &str {
         std::str::from_utf8(&self.0).unwrap_or_default()

@@ -69,8 +69,8 @@ impl HandshakeContext {
     }
 }
 
-/// Serves streams of the gateway at this address until the connection ends, until the certificate of the other gateway is rejected, or until this
-/// gateway drains and needs the connection no longer.
+/// Serves streams of the gateway at this address until the connection ends, until the certificate of the other gateway is
+/// rejected, or until this gateway drains and needs the connection no longer.
 pub(crate) async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
     (mut connection, from): (EdgeSide<S>, SocketAddr),
     feed: &NodeFeed,

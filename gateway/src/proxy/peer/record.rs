@@ -17,8 +17,10 @@ use crate::{
     state::{TunnelId, policy::MatchedRule},
 };
 use bytes::Bytes;
-use causeway_tunnel::{StreamError, StreamKind, StreamReceiver, copy::ByteCounters, wire};
-use http::{HeaderMap, Method, Request, StatusCode};
+use causeway_tunnel::{
+    StreamError, StreamKind, StreamReceiver, copy::ByteCounters, edge_side::StreamRequest, wire,
+};
+use http::{HeaderMap, Method, StatusCode};
 use http_body::Body;
 use http_body_util::BodyExt;
 use std::{
@@ -39,7 +41,7 @@ pub(super) struct ForwardedRecord {
     /// Address of the gateway that forwards the request.
     forwarded_by: SocketAddr,
     started_at: Instant,
-    trace: String,
+    trace: Trace,
     client: String,
     client_address: Option<IpAddr>,
     route: Route,
@@ -61,7 +63,12 @@ impl ForwardedRecord {
         (shared, forwarded_by): (&ProxyState, SocketAddr),
         client: &ForwardedClient,
         route: &Route,
-        (kind, head): (&StreamKind, &Request<()>),
+        StreamRequest {
+            kind,
+            head,
+            forwarded,
+            ..
+        }: &StreamRequest,
     ) -> Self {
         let target;
         let (method, path) = match (&client.inner, kind) {
@@ -75,9 +82,9 @@ impl ForwardedRecord {
             }
         };
         // Gateways of earlier versions do not send it.
-        let trace = client.trace.clone();
-        let trace =
-            trace.unwrap_or_else(|| Trace::from_headers(head.headers()).as_str().to_owned());
+        let trace = forwarded.trace.as_ref();
+        let trace = trace.and_then(|trace| Trace::parse(trace.as_bytes()));
+        let trace = trace.unwrap_or_else(|| Trace::from_headers(head.headers()));
         Self {
             access_log: shared.streams.access_log(),
             forwarded_by,
@@ -203,7 +210,7 @@ impl Drop for ForwardedRecord {
             ms = millis(self.started_at.elapsed()),
             first_byte_ms = first_byte.map(millis),
             tunnel = self.tunnel.get().map(|tunnel| tunnel.0),
-            trace = self.trace,
+            trace = self.trace.as_str(),
         );
     }
 }

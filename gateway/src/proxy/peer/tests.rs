@@ -392,13 +392,24 @@ async fn a_request_without_another_place_waits_for_its_tunnel() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn repetitions_are_limited() {
+    let (entry, _healthy) = Box::pin(own_half_dead()).await;
+    let limits = &entry.proxy.shared.limits;
+    let permits = futures_util::future::join_all((0..256).map(|_| limits.admit_repetition())).await;
+    let served = get_and_thaw(&entry, 4).await;
+    assert_eq!(served, (StatusCode::OK, "entry".to_owned()));
+    assert_eq!(entry.metric("requests_repeated_total"), "0");
+    drop(permits);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_request_returns_to_its_tunnel_if_the_other_place_refuses_it() {
     let (entry, healthy) = Box::pin(own_half_dead()).await;
     let (lost, _) = healthy.registry.select_own_tunnel(&node()).unwrap();
     assert!(healthy.registry.unregister(&node(), lost.id));
     let served = get_and_thaw(&entry, 4).await;
     assert_eq!(served, (StatusCode::OK, "entry".to_owned()));
-    assert_eq!(entry.metric("requests_repeated_total"), "1");
+    assert_eq!(entry.metric("requests_repeated_total"), "0");
     assert_eq!(entry.metric("stale_holders_total"), "1");
 }
 
