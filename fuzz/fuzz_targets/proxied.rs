@@ -2,7 +2,7 @@
 
 #![no_main]
 
-use causeway_gateway::proxy::listener::proxy_protocol;
+use causeway_gateway::proxy_protocol;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {

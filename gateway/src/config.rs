@@ -25,10 +25,11 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 use causeway_certs::NodeName;
-use causeway_config::{ByteSize, DurationStr, SocketAddrStr, Specified};
+use causeway_config::{ByteSize, DurationStr, IpNetList, SocketAddrStr, Specified};
 pub use causeway_config::{
     ConfigError, ListenAddr, Log, LogFormat, ReloadSender, Validate, host_port,
 };
@@ -250,6 +251,9 @@ pub struct Tunnel {
     /// Names of revoked nodes, which are refused in any case: for gateways that share a configuration and no data directory. Other nodes are revoked by `causeway node revoke`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub revoked: Vec<String>,
+    /// Networks of balancers, whose connections to the tunnel port begin with a PROXY v2 header. Its source counts as the edge's address in limits, logs and `status`. Connections from other networks are served without a header.
+    #[serde(skip_serializing_if = "Vec::is_empty", with = "IpNetList")]
+    pub proxy_protocol: Vec<IpNet>,
     /// Certificates of the gateway and of all edges that an external CA issues and renews, in place of those of the own CA.
     pub identity: Option<Identity>,
     /// Timeout of an edge's TLS handshake.
@@ -299,6 +303,7 @@ impl Default for Tunnel {
             gateways: Vec::new(),
             replicas: None,
             revoked: Vec::new(),
+            proxy_protocol: Vec::new(),
             identity: None,
             // A handshake is two round trips; the slowest usable link has about 1 s each.
             handshake_timeout: Duration::from_secs(5),

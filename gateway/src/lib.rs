@@ -10,6 +10,7 @@ pub mod state;
 pub mod worker;
 
 pub mod proxy;
+pub mod proxy_protocol;
 
 pub mod control;
 

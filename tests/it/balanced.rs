@@ -74,24 +74,18 @@ impl Balanced {
             first.gateway.wrote(&left, 1, PATIENCE).await;
         }
         let second = first.replica_at(&at(2).to_string()).await;
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("haproxy.cfg");
-        let mut text = format!(
-            "defaults\n mode tcp\n timeout connect 2s\n timeout client 1h\n timeout server 1h\n\
-             listen gateways\n bind {}\n balance {balance}\n default-server check inter 100ms fall 1 rise 1\n",
-            at(100)
-        );
+        let mut gateways =
+            format!(" balance {balance}\n default-server check inter 100ms fall 1 rise 1\n");
         for number in 1..=PLACES {
-            writeln!(text, " server g{number} {}", at(number)).unwrap();
+            writeln!(gateways, " server g{number} {}", at(number)).unwrap();
         }
-        fs::write(&file, text).unwrap();
-        let balancer = Tool::new("haproxy").args(["-db".as_ref(), "-f".as_ref(), file.as_os_str()]);
+        let (balancer, folder) = haproxy(at(100), &gateways);
         Self {
             net,
             port,
             sites: vec![first, second],
             app,
-            balancer: balancer.start(),
+            balancer,
             _folder: folder,
         }
     }
@@ -188,6 +182,58 @@ impl Edge {
         })
         .await;
     }
+}
+
+/// Starts `HAProxy` at this address, in front of these servers.
+fn haproxy(listen: SocketAddr, servers: &str) -> (Running, TempDir) {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("haproxy.cfg");
+    let text = format!(
+        "defaults\n mode tcp\n timeout connect 2s\n timeout client 1h\n timeout server 1h\n\
+         listen gateways\n bind {listen}\n{servers}"
+    );
+    fs::write(&file, text).unwrap();
+    let balancer = Tool::new("haproxy").args(["-db".as_ref(), "-f".as_ref(), file.as_os_str()]);
+    (balancer.start(), folder)
+}
+
+#[tokio::test]
+async fn a_balancer_passes_the_addresses_of_edges_by_the_proxy_header() {
+    need!("haproxy");
+    let app = App::saying("here").await;
+    let port = unused_port();
+    let at = |number: u8| SocketAddr::from((Ipv4Addr::new(127, 53, 31, number), port));
+    let tunnel = format!(
+        "{{ advertise: [\"{}\"], proxy_protocol: [127.53.31.9/32] }}",
+        at(100)
+    );
+    let configuration = format!("tunnel: {tunnel}\n{OPEN}");
+    let site = GatewayProcess::listening(&at(1).to_string(), &configuration).await;
+    // The connections of a health check have no header of a client.
+    let server = format!(
+        " server g1 {} source 127.53.31.9 send-proxy-v2 check inter 100ms\n",
+        at(1)
+    );
+    let (_balancer, _folder) = haproxy(at(100), &server);
+    let edge = causeway("edge --admin-listen 127.0.0.1:0")
+        .flag("--gateway", at(100).to_string())
+        .flag("--data-dir", site.edge_data("edge-1"))
+        .flag(
+            "--ports",
+            format!("{{9100: {{target: \"127.0.0.1:{}\"}}}}", app.port()),
+        );
+    let mut edge = edge
+        .flag("--join", site.token("--node edge-1").await)
+        .start();
+    edge.wait_for_line("tunnel registered").await;
+    assert_eq!(site.nobody().get(URL).await.text(), "here");
+    let address = site.node("edge-1").await["address"].clone();
+    assert!(
+        address.as_str().unwrap().starts_with("127.0.0.1:"),
+        "the balancer connects from 127.53.31.9, and the edge from {address}"
+    );
+    // From other addresses no header is expected.
+    let _direct = site.join("edge-2", app.port()).await;
 }
 
 #[tokio::test]

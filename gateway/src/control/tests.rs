@@ -62,7 +62,7 @@ pub(crate) struct FakeEdge {
 
 impl FakeEdge {
     /// Returns nothing if the gateway closes the connection before it has sent its hello.
-    async fn greeted(io: TlsStream<CountedIo<TcpStream>>) -> Option<Self> {
+    pub(super) async fn greeted(io: TlsStream<CountedIo<TcpStream>>) -> Option<Self> {
         let (traffic, config) = (
             io.get_ref().0.traffic(),
             edge_side::EdgeSideConfig::default(),

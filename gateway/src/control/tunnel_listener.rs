@@ -26,18 +26,20 @@ use crate::{
         eligibility::untrusted_reason,
         http::{self, Peer},
     },
+    proxy_protocol,
     shared_state::SharedState,
     state::registry::EdgeCertificate,
     worker::WorkerId,
 };
 use causeway_certs::{Identity, NodeName, PeerRejected};
 use causeway_rt::{
-    connection_limit::{ConnectionLimit, Slot},
+    connection_limit::{Busy, ConnectionLimit, Slot},
     lingering_close,
     listener::{self, BoundSocket},
     log_throttle::LogThrottle,
-    socket::{DetachedSocket, set_tunnel_options},
+    socket::{DetachedSocket, Socket, set_tunnel_options},
     task::TaskGroup,
+    turns::Turn,
 };
 use causeway_tunnel::wire;
 use context::HandshakenEdge;
@@ -207,10 +209,13 @@ impl HandshakeContext {
         self,
         slot: Slot,
         socket: (io::Result<DetachedSocket>, WorkerId),
-        from: SocketAddr,
+        mut from: SocketAddr,
     ) {
         let worker = socket.1;
-        let handshaken = match slot.run(pin!(self.finish_tls(&slot, socket, from))).await {
+        let finished = slot
+            .run(pin!(self.finish_tls(&slot, socket, &mut from)))
+            .await;
+        let handshaken = match finished {
             Some(Ok(Some(shaken))) => shaken,
             Some(Ok(None)) => return,
             Some(Err(handshake_error)) => return self.report_failure(from, &handshake_error),
@@ -235,34 +240,25 @@ impl HandshakeContext {
         }
     }
 
-    /// Finishes TLS within its timeout. Returns `None` if the handshake failed and the peer received the reason.
+    /// Finishes TLS within its timeout. Returns `None` if the handshake failed and the peer received the reason. Replaces `from` by
+    /// the source in the PROXY header, if there is one.
     async fn finish_tls(
         &self,
         slot: &Slot,
         (socket, worker): (io::Result<DetachedSocket>, WorkerId),
-        from: SocketAddr,
+        from: &mut SocketAddr,
     ) -> Result<Option<(AlpnProtocol, Io, Duration)>, HandshakeError> {
         let handshake_timeout = self.admission.settings.handshake_timeout;
         let tls = self.admission.tls.load_full();
-        // A peer that has waited for longer would end the handshake soon after its start, and so waste it.
-        let wait_limit = handshake_timeout / 2;
-        let acquire_slot = async {
-            let busy_guard = slot.busy();
-            let acquiring = async {
-                let place = self.tunnel_handshake_limit.acquire(from.ip()).await;
-                let turn = self.admission.workers.edge_turns(worker).acquire().await;
-                ((busy_guard, place), turn)
-            };
-            let acquired = timeout(wait_limit, acquiring).await;
-            acquired.map_err(|_| HandshakeError::Overloaded(wait_limit))
-        };
         let accepts_peers = self.admission.peer_streams.is_some();
         let handshake = async {
-            let socket = socket?.attach()?;
+            let mut socket = socket?.attach()?;
             if let Some(tcp) = socket.tcp() {
                 set_tunnel_options(tcp);
                 tcp.readable().await?;
             }
+            *from = self.read_source(&mut socket, *from).await?;
+            let acquire_slot = self.acquire_handshake_slot(slot, worker, *from);
             // Boxed, so that a connection that is still silent takes little memory.
             let socket = (socket, accepts_peers);
             Box::pin(tls.handshake(socket, acquire_slot)).await
@@ -270,7 +266,7 @@ impl HandshakeContext {
         match timeout(handshake_timeout, handshake).await {
             Ok(Ok(shaken)) => Ok(Some(shaken)),
             Ok(Err(TlsError { error, socket })) => {
-                self.report_failure(from, &error);
+                self.report_failure(*from, &error);
                 // The lingering close lets the peer read the alert. The connection counts against the limit until then.
                 if let Some(socket) = socket {
                     lingering_close::close(socket).await;
@@ -279,6 +275,40 @@ impl HandshakeContext {
             }
             Err(_) => Err(HandshakeError::TooSlow(handshake_timeout)),
         }
+    }
+
+    /// Returns the source of a connection: that of its PROXY header, if its peer is a balancer that sends one.
+    async fn read_source(
+        &self,
+        socket: &mut Socket,
+        peer: SocketAddr,
+    ) -> Result<SocketAddr, HandshakeError> {
+        if !proxy_protocol::is_proxied(&self.admission.settings.proxy_protocol, peer.ip()) {
+            return Ok(peer);
+        }
+        let header = proxy_protocol::read(socket).await;
+        let proxied = header.map_err(HandshakeError::ProxyHeader)?;
+        Ok(proxied.map_or(peer, |proxied| proxied.source))
+    }
+
+    /// Waits until a handshake may be computed: until one of the limited number is free, and for a turn of the worker. The wait is
+    /// at most half the timeout of the handshake, because a peer that has waited for longer would end the handshake soon after
+    /// its start, and so waste it.
+    async fn acquire_handshake_slot(
+        &self,
+        slot: &Slot,
+        worker: WorkerId,
+        from: SocketAddr,
+    ) -> Result<((Busy, Slot), Turn<'_>), HandshakeError> {
+        let wait_limit = self.admission.settings.handshake_timeout / 2;
+        let busy_guard = slot.busy();
+        let acquiring = async {
+            let place = self.tunnel_handshake_limit.acquire(from.ip()).await;
+            let turn = self.admission.workers.edge_turns(worker).acquire().await;
+            ((busy_guard, place), turn)
+        };
+        let acquired = timeout(wait_limit, acquiring).await;
+        acquired.map_err(|_| HandshakeError::Overloaded(wait_limit))
     }
 
     /// Counts and logs a failed connection.

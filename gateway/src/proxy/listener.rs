@@ -8,7 +8,6 @@ pub mod accept;
 pub mod conn_io;
 mod header_timeout;
 pub mod idle_timer;
-pub mod proxy_protocol;
 mod request_line;
 pub mod stream_reset;
 pub use request_line::LongTarget;
@@ -27,6 +26,7 @@ use crate::{
         request,
         route::{RouteInput, ServiceNames},
     },
+    proxy_protocol,
     state::{NodeSet, Nodes, nodes::AddressMatch},
 };
 use ::http::{Method, Request};
@@ -186,8 +186,8 @@ impl Listener {
 
     /// Whether connections of this peer begin with a PROXY v2 header.
     fn is_proxied(&self, peer: RemoteAddr) -> bool {
-        let is_listed = |ip| self.proxy_protocol.iter().any(|net| net.contains(&ip));
-        peer.ip().is_some_and(is_listed)
+        peer.ip()
+            .is_some_and(|ip| proxy_protocol::is_proxied(&self.proxy_protocol, ip))
     }
 
     /// Whether clients in the network of this peer are served.

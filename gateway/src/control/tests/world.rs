@@ -211,6 +211,17 @@ impl World {
         Self::built(&Workers::on_current_runtime(), false, None, settings)
     }
 
+    /// Starts a gateway to which connections from 127.0.0.1 begin with a PROXY header.
+    pub(crate) fn behind_a_balancer() -> Self {
+        let settings = config::Tunnel {
+            proxy_protocol: vec!["127.0.0.1/32".parse().unwrap()],
+            hello_timeout: LONG,
+            ..impatient()
+        };
+        let settings = (settings, TunnelPortLimits::default());
+        Self::built(&Workers::on_current_runtime(), false, None, settings)
+    }
+
     /// Starts a gateway that waits long for the hello of an edge.
     pub(crate) fn patient() -> Self {
         let settings = config::Tunnel {
@@ -376,7 +387,16 @@ impl World {
         &self,
         config: Arc<ClientConfig>,
     ) -> io::Result<TlsStream<CountedIo<TcpStream>>> {
-        let tcp = TcpStream::connect(self.address).await?;
+        self.tls_on(TcpStream::connect(self.address).await?, config)
+            .await
+    }
+
+    /// Connects by TLS on this connection to the tunnel port.
+    pub(crate) async fn tls_on(
+        &self,
+        tcp: TcpStream,
+        config: Arc<ClientConfig>,
+    ) -> io::Result<TlsStream<CountedIo<TcpStream>>> {
         let server = ServerName::try_from("127.0.0.1").unwrap();
         TlsConnector::from(config)
             .connect(server, CountedIo::new(tcp))

@@ -9,6 +9,8 @@ use std::{io, time::Duration};
 pub(super) enum HandshakeError {
     #[error("{}", tls_error_text(.0))]
     Tls(#[from] io::Error),
+    #[error("no valid PROXY v2 header, although its address is in tunnel.proxy_protocol: {0}")]
+    ProxyHeader(io::Error),
     #[error("no TLS handshake within {0:?}")]
     TooSlow(Duration),
     #[error("{0}")]
@@ -48,6 +50,10 @@ impl HandshakeError {
     /// Returns the metric label of the error, and whether the error needs the operator's attention.
     pub(super) fn classify(&self) -> (&'static str, bool) {
         let error = match self {
+            // A balancer's health check ends its connection without a header.
+            Self::ProxyHeader(error) => {
+                return ("proxy", error.kind() != io::ErrorKind::UnexpectedEof);
+            }
             Self::TooSlow(_) => return ("timeout", false),
             Self::Peer(_) => return ("certificate", true),
             Self::Stopping => return ("draining", false),

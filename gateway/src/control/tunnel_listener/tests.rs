@@ -290,6 +290,46 @@ async fn nonsense_instead_of_tls_is_refused_without_ado() {
     world.until(|world| world.counted(why)).await;
 }
 
+/// A PROXY v2 header from 192.0.2.7:4000.
+const PROXY_HEADER: &[u8] =
+    b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c\xc0\0\x02\x07\x7f\0\0\x01\x0f\xa0\x28\x16";
+
+#[tokio::test]
+async fn the_header_of_a_listed_balancer_gives_the_address_of_an_edge() {
+    let world = World::behind_a_balancer();
+    let mut tcp = TcpStream::connect(world.address).await.unwrap();
+    tcp.write_all(PROXY_HEADER).await.unwrap();
+    let config = verify::tunnel_client(&world.enrolled("edge-1")).unwrap();
+    let mut edge = FakeEdge::greeted(world.tls_on(tcp, config).await.unwrap())
+        .await
+        .unwrap();
+    let hello = EdgeMessage::Welcome(Box::new(welcome("a", 0)));
+    edge.control.send(&hello).await.unwrap();
+    assert_eq!(edge.hear().await, GatewayMessage::Registered);
+    let (_, info) = world.registry.all().pop().unwrap();
+    assert_eq!(info.tunnel.remote_address.to_string(), "192.0.2.7:4000");
+}
+
+#[tokio::test]
+async fn a_connection_of_a_listed_balancer_without_a_header_is_refused() {
+    let world = World::behind_a_balancer();
+    let config = verify::tunnel_client(&world.enrolled("edge-1")).unwrap();
+    assert!(world.tls(config).await.is_err());
+    let why = r#"handshakes_failed_total{listener="tunnel",why="proxy"} 1"#;
+    world.until(|world| world.counted(why)).await;
+}
+
+#[tokio::test]
+async fn the_header_of_an_unlisted_peer_is_refused() {
+    let world = World::start();
+    let mut tcp = TcpStream::connect(world.address).await.unwrap();
+    tcp.write_all(PROXY_HEADER).await.unwrap();
+    let config = verify::tunnel_client(&world.enrolled("edge-1")).unwrap();
+    assert!(world.tls_on(tcp, config).await.is_err());
+    let why = r#"handshakes_failed_total{listener="tunnel",why="protocol"} 1"#;
+    world.until(|world| world.counted(why)).await;
+}
+
 #[tokio::test]
 async fn the_newest_instance_wins_and_locks_out_the_old_one() {
     let world = World::start();

@@ -7,7 +7,7 @@ mod https;
 mod passthrough;
 mod refusal;
 
-use super::{ClientConnection, Listener, conn_io::ClientIo, http, proxy_protocol, tcp};
+use super::{ClientConnection, Listener, conn_io::ClientIo, http, tcp};
 use crate::{
     config::ListenerProtocol,
     proxy::{
@@ -16,6 +16,7 @@ use crate::{
         forwarding_headers::CachedValues,
         route,
     },
+    proxy_protocol,
     worker::{WorkerId, Workers},
 };
 use arc_swap::{ArcSwap, ArcSwapOption};

@@ -2,10 +2,11 @@
 //!
 //! This module reads that header, which precedes all other bytes. Only a peer in `proxy_protocol` has to send one, because the
 //! client could not be distinguished from the proxy without it. Version 1 is refused. The header is limited in size, and shares
-//! the timeout of the client's handshake.
+//! the timeout of the TLS handshake of the client or edge.
 
+use ipnet::IpNet;
 use proxy_header::{ParseConfig, Protocol, ProxiedAddress, ProxyHeader};
-use std::io;
+use std::{io, net::IpAddr};
 use tokio::io::{AsyncRead, AsyncReadExt};
 
 /// Length of the fixed part of a header, whose last two bytes are the length of the rest.
@@ -15,6 +16,12 @@ const FIXED_HEADER_LEN: usize = 16;
 const MAX_VARIABLE_LEN: usize = 4096;
 /// First bytes of a header of version 2.
 const SIGNATURE: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
+
+/// Whether connections from this address begin with a header, because it is in one of the configured `networks`.
+pub fn is_proxied(networks: &[IpNet], address: IpAddr) -> bool {
+    let address = address.to_canonical();
+    networks.iter().any(|network| network.contains(&address))
+}
 
 /// Reads the header, and no byte after it. Returns no address if the proxy connects on its own behalf, for example for a health
 /// check of the listener.
