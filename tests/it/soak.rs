@@ -172,6 +172,9 @@ impl Load {
             Kind::Abort => {
                 let get = request("GET", "/whole", node, "");
                 wire.write_all(get.as_bytes()).await?;
+                // An error is shorter than the bytes that follow, and its connection stays open.
+                let (status, _) = head_of(&mut wire).await?;
+                expect(status, 200)?;
                 let mut some = [0; 1000];
                 wire.read_exact(&mut some).await?;
                 SockRef::from(&wire).set_linger(Some(Duration::ZERO))?;
