@@ -125,6 +125,31 @@ async fn tcp_connections_reach_the_members_that_are_left() {
     assert_eq!(nodes_behind(&world, "labels").await, set(&NODES[1..2]));
 }
 
+#[tokio::test]
+async fn each_connection_reaches_the_member_with_the_fewest_streams() {
+    let world = World::build();
+    let world = world.listener(of_pool(anonymous("pool", ListenerProtocol::Tcp)));
+    let world = Box::pin(world.start()).await;
+    let _site = Box::pin(Site::start(&world)).await;
+    let streams = async || {
+        let mut counts = Vec::new();
+        for node in NODES {
+            counts.push(world.node(node).await["streams"].as_u64().unwrap());
+        }
+        counts
+    };
+    let mut sessions = Vec::new();
+    for count in 1..=9 {
+        let session = TcpStream::connect(world.listener("pool")).await.unwrap();
+        sessions.push(session);
+        until("the session is open", async || {
+            streams().await.iter().sum::<u64>() == count
+        })
+        .await;
+    }
+    assert_eq!(streams().await, [3, 3, 3]);
+}
+
 /// Returns the answer and the node of the access record.
 async fn get(world: &World, client: &Client, url: &str) -> (Answer, String) {
     let answer = client.get(url).await;

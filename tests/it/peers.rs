@@ -512,6 +512,9 @@ async fn a_forwarded_stream_has_a_record_at_both_gateways_and_counts_at_the_firs
         }
         assert_eq!(field(&first, "forwarded_by"), None);
         assert!(field(&second, "forwarded_by").unwrap().starts_with("127."));
+        let serial = serial_of(entry).await;
+        let forwarded_by = field(&second, "gateway_serial");
+        assert_eq!(forwarded_by, Some(&*format!("\"{serial}\"")));
         assert_eq!(field(&second, "listener"), None);
         let quoted = |word: &str| format!("\"{word}\"");
         assert_eq!(field(&second, "method"), Some(&*quoted(method)));

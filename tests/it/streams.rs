@@ -294,15 +294,15 @@ async fn an_upload_that_ends_early_behind_unread_bytes_is_a_reset_at_the_upstrea
             wire.write_all(head.as_bytes()).await.unwrap();
             let mut app = listener.accept().await.unwrap().0;
             let chunk = vec![b'x'; 64 << 10];
-            let mut waits = 0;
-            until("the upload is stalled", async || {
-                waits += 1;
-                while wire.try_write(&chunk).is_ok() {
-                    waits = 0;
+            let sending = async {
+                loop {
+                    wire.write_all(&chunk).await.unwrap();
                 }
-                waits == 20
-            })
-            .await;
+            };
+            tokio::select! {
+                () = sending => {}
+                () = until_still(&testbed) => {}
+            }
             wire.shutdown().await.unwrap();
             let client = stays.then_some(wire);
             let ended = read_to_end(&mut app).await;

@@ -1,7 +1,7 @@
 //! Nodes that reach nothing but the tunnel port of a gateway: their kubelets use the API server through the edge (egress).
 //!
 //! The files are those that `docs/howto/edge-to-cloud.md` prints, with this cloud's addresses. With `CAUSEWAY_TEST_FULL=1` the
-//! first test continues for ten minutes.
+//! tests of the kubelet and of YurtHub last ten minutes each.
 
 mod images;
 mod scene;
@@ -42,8 +42,8 @@ pub(crate) fn trials() -> Vec<Trial> {
             images::a_node_pushes_a_large_image_and_another_runs_it,
         ),
         (
-            "a_yurthub_survives_a_killed_gateway",
-            a_yurthub_survives_a_killed_gateway,
+            "a_yurthub_survives_restarts_of_the_gateway",
+            a_yurthub_survives_restarts_of_the_gateway,
         ),
     ];
     let trial = |(name, run): (&str, Run)| {
@@ -199,7 +199,7 @@ struct InformerLine {
     version: String,
 }
 
-/// An informer of client-go on the node, with the kubelet's kubeconfig, which reads all Services.
+/// An informer of client-go on the node, with the kubelet's kubeconfig, which reads all Services from where the kubelet reads.
 struct Informer {
     process: Process,
 }
@@ -304,7 +304,8 @@ fn a_pod_calls_a_service_of_another_node(scene: &mut Scene) {
     assert_eq!(scene.lost_connections(), before, "{}", scene.output());
 }
 
-fn a_yurthub_survives_a_killed_gateway(scene: &mut Scene) {
+/// The kubelet and an informer use the YurtHub, and the YurtHub uses the edge.
+fn a_yurthub_survives_restarts_of_the_gateway(scene: &mut Scene) {
     let hub = scene.cluster.assets.join("yurthub");
     if !hub.exists() {
         return crate::missing("YurtHub (tests/kube/assets/build)");
@@ -321,18 +322,38 @@ fn a_yurthub_survives_a_killed_gateway(scene: &mut Scene) {
     renews(&recorder, begun, "the start of the kubelet");
     recorder.sees((NODE, begun), "ready", State::is_ready);
     pod_runs(scene, "behind-a-hub");
+    scene.services("hub-listed", thousands());
+    let mut informer = Informer::start(scene);
+    informer.process.says("\"synced\"");
+    scene.services("hub-watched", thousands());
+    informer.sees_all(scene);
+    only_the_tunnel_is_open(&scene.nodes[0]);
 
-    recorder.until(begun + lasts(15, 60));
+    recorder.until(begun + lasts(15, 180));
+    let asked = recorder.mark("the gateway is asked to stop");
+    scene.gateway_stops();
+    let ended = recorder.mark("the gateway has ended");
+    scene.services("hub-missed", 20);
+    scene.gateway_starts();
+    renews(&recorder, asked, "the request to stop");
+    renews(&recorder, ended, "the end of the gateway");
+    informer.sees_all(scene);
+    pod_runs(scene, "behind-a-hub-again");
+
+    recorder.until(ended + lasts(15, 180));
     let killed = recorder.mark("the gateway is killed");
     scene.gateway_dies();
+    scene.services("hub-missed-again", 20);
     recorder.until(killed + Duration::from_secs(15));
     scene.gateway_starts();
     let back = recorder.mark("the gateway runs again");
     renews(&recorder, killed, "the kill");
     renews(&recorder, back, "the start");
-    pod_runs(scene, "behind-a-hub-again");
+    recorder.until((back + lasts(15, 0)).max(begun + lasts(0, 600)));
+    scene.services("hub-last", 20);
+    informer.sees_all(scene);
+    pod_runs(scene, "behind-a-hub-last");
     only_the_tunnel_is_open(&scene.nodes[0]);
-    recorder.until(back + lasts(15, 120));
     always_ready(&recorder, begun);
     drop(hub);
 }

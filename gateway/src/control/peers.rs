@@ -21,7 +21,7 @@ use crate::{
     control::{drain::ReadinessBlock, gateway_revocation::wait_revoked},
     state::{
         Registry,
-        directory::{HeldState, Peer, PeerLink},
+        directory::{ForwardingGateway, HeldState, Peer, PeerLink},
         peer_addresses::{AddressOwner, ConnectFailure, PeerAddress},
     },
     worker::{WorkerId, Workers},
@@ -46,7 +46,6 @@ use rustls::ClientConfig;
 use std::{
     collections::{HashMap, HashSet},
     fmt, io,
-    net::SocketAddr,
     pin::pin,
     sync::Arc,
     time::{Duration, SystemTime},
@@ -81,8 +80,8 @@ const START_TIMEOUT: Duration = Duration::from_secs(5);
 /// Serves a request that another gateway has forwarded.
 #[derive(Clone)]
 pub struct ForwardHandler(
-    /// Function that serves one request of the gateway at this address.
-    pub Arc<dyn Fn(StreamRequest, SocketAddr) -> BoxFuture<'static, ()> + Send + Sync>,
+    /// Function that serves one request of this gateway.
+    pub Arc<dyn Fn(StreamRequest, ForwardingGateway) -> BoxFuture<'static, ()> + Send + Sync>,
 );
 
 impl fmt::Debug for ForwardHandler {

@@ -23,7 +23,7 @@ use crate::{
     error::{Error, Reason},
     state::{
         NodeUnavailable,
-        directory::{MIN_LATE, PeerRefusal, REFUSAL_TIME, until_unanswered},
+        directory::{ForwardingGateway, MIN_LATE, PeerRefusal, REFUSAL_TIME, until_unanswered},
         pods::DestinationPod,
         policy::MatchedRule,
         registry::SelectedTunnel,
@@ -373,8 +373,12 @@ async fn wait_for_acceptance<T>(
     }
 }
 
-/// Serves a request that the gateway at this address has forwarded: on a tunnel of this gateway, never through a third one.
-pub(crate) async fn serve(shared: &ProxyState, request: StreamRequest, forwarded_by: SocketAddr) {
+/// Serves a request that another gateway has forwarded: on a tunnel of this gateway, never through a third one.
+pub(crate) async fn serve(
+    shared: &ProxyState,
+    request: StreamRequest,
+    forwarded_by: ForwardingGateway,
+) {
     let (node, client) = match parse_forwarded(&request.forwarded) {
         Ok(forwarded) => forwarded,
         Err(error) => return reject(request.responder, &error),

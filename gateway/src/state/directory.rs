@@ -14,7 +14,7 @@ use causeway_certs::NodeName;
 use causeway_tunnel::Tunnel;
 use std::{
     collections::HashMap,
-    net::IpAddr,
+    net::{IpAddr, SocketAddr},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
         atomic::{AtomicBool, Ordering::Relaxed},
@@ -42,6 +42,16 @@ pub(crate) const MAX_POOL_NAME_LEN: usize = 253;
 /// Identifier of a tunnel, or of a link to a peer, in this process; higher is newer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TunnelId(pub u64);
+
+/// Gateway that forwards requests to this one. The certificates of all gateways have the same identity, so the serial number tells
+/// which gateway this is.
+#[derive(Clone, Debug)]
+pub struct ForwardingGateway {
+    /// Address from which it has connected.
+    pub address: SocketAddr,
+    /// Serial number of its certificate, in hexadecimal.
+    pub serial: Arc<str>,
+}
 
 /// Directory of a gateway. Cheap to clone, for any thread.
 #[derive(Clone, Debug, Default)]

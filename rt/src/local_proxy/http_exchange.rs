@@ -4,7 +4,7 @@
 //! removed. Both connections close behind the response: a later request could be for another host. A message that breaks in the
 //! middle is a reset for its receiver, also if the receiver could take it for complete.
 
-use super::{ANSWER_TIMEOUT, respond};
+use super::{ANSWER_TIMEOUT, one_request::OneRequest, respond};
 use crate::{
     copy::CopyOutcome,
     http_fields::{normalize_response_framing, set_host, strip_hop_by_hop},
@@ -38,7 +38,7 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Request of a program for a URL with `http://`, whose destination is connected.
 pub struct HttpExchange<S> {
     /// Connection of the program, with the request in front.
-    pub(super) client: PrefixedStream<S>,
+    pub(super) client: OneRequest<PrefixedStream<S>>,
     /// Place of the URL.
     pub(super) place: UrlPlace,
 }

@@ -77,6 +77,27 @@ async fn an_abort_of_a_stalled_plain_upload_is_a_reset_at_the_destination() {
     assert_reset(accepted).await;
 }
 
+/// Bytes behind a request, which HTTP does not read, hide no end of the connection.
+#[tokio::test]
+async fn a_program_that_leaves_behind_unread_bytes_ends_its_plain_request() {
+    let app = App::http(|_| answer::silence()).await;
+    let world = world(app_only(app.address())).await;
+    let edge = join(&world, "edge-1", &[]).await;
+    let head = "GET http://app:443/ HTTP/1.1\r\nHost: app:443\r\n\r\n";
+    for (unread, resets) in [("\r\n", false), (head, false), ("\r\n", true), (head, true)] {
+        let mut wire = connect(&edge, None).await;
+        let bytes = format!("{head}{unread}");
+        wire.write_all(bytes.as_bytes()).await.unwrap();
+        app.head().await;
+        if resets {
+            wire.set_zero_linger().unwrap();
+        }
+        drop(wire);
+        assert_eq!(app.end().await, End::Reset);
+    }
+    until_outcomes(&edge, &[("aborted", 4)]).await;
+}
+
 /// The program must not take a part of the response for the whole.
 #[tokio::test]
 async fn a_plain_request_is_reset_when_its_rule_is_withdrawn() {

@@ -7,7 +7,7 @@ use crate::{
         tunnel_listener::peer::{MAX_CONTROL_STREAMS, serve_streams},
     },
     state::{
-        directory::{MAX_POOL_NAME_LEN, MAX_POOLS},
+        directory::{ForwardingGateway, MAX_POOL_NAME_LEN, MAX_POOLS},
         pool_reports::{NamedLeader, PoolReport, ReportedCandidate, ReportedMember},
     },
 };
@@ -66,7 +66,10 @@ impl OtherGateway {
             let accepting = edge_side::accept(io, traffic, EdgeSideConfig::default());
             let connection = accepting.await.unwrap();
             let refuse = ForwardHandler(Arc::new(|_, _| Box::pin(async {})));
-            let from = SocketAddr::from((Ipv4Addr::LOCALHOST, 1));
+            let from = ForwardingGateway {
+                address: (Ipv4Addr::LOCALHOST, 1).into(),
+                serial: SERIAL.into(),
+            };
             serve_streams((connection, from), &feed, (&refuse, &rejection)).await;
         });
     }

@@ -1,7 +1,10 @@
 //! Connection of another gateway: it reads the nodes of this gateway, and forwards requests for them.
 
 use super::{HandshakeContext, handshake_error::HandshakeError, tls::Io};
-use crate::control::peers::{ForwardHandler, NodeFeed};
+use crate::{
+    control::peers::{ForwardHandler, NodeFeed},
+    state::directory::ForwardingGateway,
+};
 use causeway_certs::PeerRejected;
 use causeway_rt::task::TaskGroup;
 use causeway_tunnel::edge_side::{self, EdgeSide, EdgeSideConfig, IncomingStream};
@@ -32,7 +35,7 @@ impl HandshakeContext {
         let admission = &self.admission;
         let chain = io.get_ref().1.peer_certificates().unwrap_or_default();
         let chain: Vec<_> = chain.iter().map(|one| one.clone().into_owned()).collect();
-        admission.tls.load().verify_gateway(&chain)?;
+        let serial = admission.tls.load().verify_gateway(&chain)?.into();
         let Some(serve_stream) = admission.peer_streams.clone() else {
             return Ok(());
         };
@@ -64,15 +67,19 @@ impl HandshakeContext {
         };
         let tls = admission.tls.clone();
         let rejection = move || tls.load().verify_gateway(&chain).err();
+        let from = ForwardingGateway {
+            address: from,
+            serial,
+        };
         serve_streams((connection, from), &feed, (&serve_stream, &rejection)).await;
         Ok(())
     }
 }
 
-/// Serves streams of the gateway at this address until the connection ends, until the certificate of the other gateway is
+/// Serves streams of this gateway until the connection ends, until the certificate of the other gateway is
 /// rejected, or until this gateway drains and needs the connection no longer.
 pub(crate) async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
-    (mut connection, from): (EdgeSide<S>, SocketAddr),
+    (mut connection, from): (EdgeSide<S>, ForwardingGateway),
     feed: &NodeFeed,
     (serve_stream, rejection): (&ForwardHandler, &(dyn Fn() -> Option<PeerRejected> + Sync)),
 ) {
@@ -88,7 +95,7 @@ pub(crate) async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
             next = connection.next_stream() => match next {
                 Ok(IncomingStream::Stream(request)) => {
                     let span = info_span!("forwarded", target = %request.target);
-                    streams.spawn(span, (serve_stream.0)(*request, from));
+                    streams.spawn(span, (serve_stream.0)(*request, from.clone()));
                 }
                 Ok(IncomingStream::Control(_)) if feeds.len() >= MAX_CONTROL_STREAMS => {
                     debug!("refused a further control stream of another gateway");

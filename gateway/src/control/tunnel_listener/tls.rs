@@ -141,10 +141,14 @@ impl Tls {
         )
     }
 
-    /// Checks that this is the chain of a gateway.
-    pub(super) fn verify_gateway(&self, chain: &[CertificateDer<'_>]) -> Result<(), PeerRejected> {
+    /// Checks that this is the chain of a gateway. Returns the serial number of its certificate, in hexadecimal.
+    pub(super) fn verify_gateway(
+        &self,
+        chain: &[CertificateDer<'_>],
+    ) -> Result<String, PeerRejected> {
         let (now, revoked) = (UnixTime::now(), &verify::none_revoked);
-        verify_peer(Some(chain), Purpose::Peer, now, &self.trust, revoked).map(drop)
+        let verified = verify_peer(Some(chain), Purpose::Peer, now, &self.trust, revoked)?;
+        Ok(verified.serial)
     }
 
     /// Returns the node of the edge, and the certificate that it has presented.

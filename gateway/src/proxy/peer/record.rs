@@ -14,7 +14,7 @@ use crate::{
         route::Route,
         trace_context::Trace,
     },
-    state::{TunnelId, policy::MatchedRule},
+    state::{TunnelId, directory::ForwardingGateway, policy::MatchedRule},
 };
 use bytes::Bytes;
 use causeway_tunnel::{
@@ -24,7 +24,7 @@ use http::{HeaderMap, Method, StatusCode};
 use http_body::Body;
 use http_body_util::BodyExt;
 use std::{
-    net::{IpAddr, SocketAddr},
+    net::IpAddr,
     sync::{
         OnceLock,
         atomic::{
@@ -38,8 +38,8 @@ use std::{
 /// Access record of a forwarded request.
 pub(super) struct ForwardedRecord {
     access_log: AccessLog,
-    /// Address of the gateway that forwards the request.
-    forwarded_by: SocketAddr,
+    /// Gateway that forwards the request.
+    forwarded_by: ForwardingGateway,
     started_at: Instant,
     trace: Trace,
     client: String,
@@ -60,7 +60,7 @@ pub(super) struct ForwardedRecord {
 impl ForwardedRecord {
     /// Begins the record of a request for `route`.
     pub(super) fn begin(
-        (shared, forwarded_by): (&ProxyState, SocketAddr),
+        (shared, forwarded_by): (&ProxyState, ForwardingGateway),
         client: &ForwardedClient,
         route: &Route,
         StreamRequest {
@@ -191,7 +191,8 @@ impl Drop for ForwardedRecord {
         let rule = self.matched_rule.get();
         tracing::info!(
             target: "access",
-            forwarded_by = %self.forwarded_by,
+            forwarded_by = %self.forwarded_by.address,
+            gateway_serial = &*self.forwarded_by.serial,
             peer = self.client_address.map(tracing::field::display),
             client = self.client,
             node = route.node.as_str(),

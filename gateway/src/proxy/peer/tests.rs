@@ -10,7 +10,7 @@ use crate::{
     },
     state::{
         NewTunnel, Node, NodesWriter, Pod, Policy, PolicyWriter, Registry,
-        directory::{HeldState, Peer, PeerLink},
+        directory::{ForwardingGateway, HeldState, Peer, PeerLink},
         registry::EdgeCertificate,
     },
     worker::{WorkerId, Workers},
@@ -156,7 +156,11 @@ impl Gateway {
                 if let IncomingStream::Stream(request) = stream {
                     let shared = shared.clone();
                     tasks.spawn(debug_span!("request"), async move {
-                        serve(&shared, *request, ([192, 0, 2, 2], 4711).into()).await;
+                        let forwarded_by = ForwardingGateway {
+                            address: ([192, 0, 2, 2], 4711).into(),
+                            serial: "4a".into(),
+                        };
+                        serve(&shared, *request, forwarded_by).await;
                     });
                 }
             })

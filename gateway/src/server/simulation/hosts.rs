@@ -15,7 +15,7 @@ use crate::{
         ProxyState, peer,
         tests::{answer, proxy, proxy_state, serve_streams},
     },
-    state::{NewTunnel, Registry, registry::EdgeCertificate},
+    state::{NewTunnel, Registry, directory::ForwardingGateway, registry::EdgeCertificate},
     worker::Workers,
 };
 use causeway_certs::{Ca, LiveCa, NodeName, RevokedSerials, TrustDomain, install_provider};
@@ -271,6 +271,10 @@ async fn serve_peer(feed: NodeFeed, handler: ForwardHandler, (tcp, from): (TcpSt
     let io = CountedIo::new(tcp);
     let traffic = io.traffic();
     if let Ok(connection) = edge_side::accept(io, traffic, EdgeSideConfig::default()).await {
+        let from = ForwardingGateway {
+            address: from,
+            serial: "".into(),
+        };
         serve_peer_streams((connection, from), &feed, (&handler, &|| None)).await;
     }
 }

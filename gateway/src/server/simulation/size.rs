@@ -16,7 +16,10 @@ use crate::{
         tunnel_listener::peer::serve_streams,
     },
     metrics::Metrics,
-    state::{NewTunnel, Node, NodesWriter, Registry, registry::EdgeCertificate},
+    state::{
+        NewTunnel, Node, NodesWriter, Registry, directory::ForwardingGateway,
+        registry::EdgeCertificate,
+    },
     worker::Workers,
 };
 use causeway_certs::{Ca, LiveCa, NodeName, RevokedSerials, TrustDomain, install_provider};
@@ -420,7 +423,10 @@ async fn serve_peer(feed: NodeFeed, pipe: DuplexStream) {
     let traffic = io.traffic();
     let handler = ForwardHandler(Arc::new(|_, _| Box::pin(async {})));
     if let Ok(connection) = edge_side::accept(io, traffic, EdgeSideConfig::default()).await {
-        let from = ([192, 0, 2, 1], 1).into();
+        let from = ForwardingGateway {
+            address: ([192, 0, 2, 1], 1).into(),
+            serial: "".into(),
+        };
         serve_streams((connection, from), &feed, (&handler, &|| None)).await;
     }
 }

@@ -1,5 +1,8 @@
 use super::*;
-use crate::local_proxy::{AcceptedClient, ProxyRequest};
+use crate::{
+    lingering_close::MAX_DISCARDED_BYTES,
+    local_proxy::{AcceptedClient, ProxyRequest},
+};
 use std::time::Duration;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -203,23 +206,55 @@ async fn a_response_that_breaks_off_is_a_reset() {
     }
 }
 
+/// Also behind bytes that HTTP does not read, in the segment of the request or in a later one.
 #[tokio::test]
 async fn a_program_that_leaves_resets_the_destination() {
-    for (request, seen) in [(GET, "\r\n\r\n"), (UPLOAD, "start")] {
-        let (left, leaves) = tokio::sync::oneshot::channel();
-        let program = async |wire: TcpStream| {
-            leaves.await.unwrap();
-            drop(wire);
-        };
-        let destination = async |mut wire: TcpStream| {
-            read_until(&mut wire, seen).await;
-            left.send(()).unwrap();
-            is_reset(wire).await
-        };
-        let (outcome, (), was_reset) = forwarded(request, program, destination).await;
-        assert!(was_reset, "{request}");
-        assert!(matches!(outcome, CopyOutcome::Socket(_)), "{outcome:?}");
+    let whole = "POST http://edge-1/ HTTP/1.1\r\nHost: edge-1\r\nContent-Length: 4\r\n\r\nbody";
+    for (request, seen) in [
+        (GET, "\r\n\r\n"),
+        (UPLOAD, "start"),
+        (&format!("{GET}\r\n"), "\r\n\r\n"),
+        (&format!("{GET}{GET}"), "\r\n\r\n"),
+        (&format!("{whole}\r\n"), "body"),
+    ] {
+        for (later, resets) in [("", false), ("", true), (GET, false), (GET, true)] {
+            let (left, leaves) = tokio::sync::oneshot::channel();
+            let program = async |mut wire: TcpStream| {
+                leaves.await.unwrap();
+                wire.write_all(later.as_bytes()).await.unwrap();
+                if resets {
+                    wire.abort();
+                }
+                drop(wire);
+            };
+            let destination = async |mut wire: TcpStream| {
+                read_until(&mut wire, seen).await;
+                left.send(()).unwrap();
+                is_reset(wire).await
+            };
+            let forwarding = forwarded(request, program, destination);
+            let forwarding = timeout(Duration::from_secs(10), forwarding).await;
+            let (outcome, (), was_reset) = forwarding.expect(request);
+            assert!(was_reset, "{request}");
+            assert!(matches!(outcome, CopyOutcome::Socket(_)), "{outcome:?}");
+        }
     }
+}
+
+/// A program that sends on without end still gets its response.
+#[tokio::test]
+async fn many_bytes_behind_a_request_delay_no_response() {
+    let behind = vec![b'x'; 2 * usize::try_from(MAX_DISCARDED_BYTES).unwrap()];
+    let program = async |mut wire: TcpStream| {
+        wire.write_all(&behind).await.unwrap();
+        read_until(&mut wire, "ok").await
+    };
+    let response = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
+    let destination = async |wire| answer(wire, response).await;
+    let (outcome, response, (_, more)) = forwarded(GET, program, destination).await;
+    assert!(matches!(outcome, CopyOutcome::Clean), "{outcome:?}");
+    assert!(response.starts_with("HTTP/1.1 200 OK\r\n"), "{response}");
+    assert_eq!(more, "");
 }
 
 /// The program closes its connection behind the response, as curl does.
