@@ -37,6 +37,8 @@ const SESSIONS: usize = 200;
 const DRAIN: Duration = Duration::from_secs(5);
 /// Time for which a draining gateway waits at least for requests of clients that have connected.
 const LATE: Duration = Duration::from_secs(1);
+/// Body of a POST, which the app sends back.
+const UPLOAD: &str = "a body of some bytes";
 /// Number of the balancer's address.
 const BALANCER: u8 = 100;
 
@@ -221,35 +223,44 @@ impl Run {
         may_be_refused && begun.elapsed() >= LATE
     }
 
-    /// Sends this many requests each second, each on a connection of its own.
+    /// Sends this many requests each second, each on a connection of its own. Every other one has a body.
     async fn requests(&self, client: &Client, rate: u32) {
         let mut tick = interval(Duration::from_secs(1) / rate);
         tick.set_missed_tick_behavior(MissedTickBehavior::Burst);
-        let nodes = NODES.into_iter().cycle();
-        let requests = stream::unfold((tick, nodes), |(mut tick, mut nodes)| async {
+        let bodies = ["", UPLOAD].into_iter();
+        let kinds = bodies
+            .flat_map(|body| NODES.map(|node| (node, body)))
+            .cycle();
+        let requests = stream::unfold((tick, kinds), |(mut tick, mut kinds)| async {
             tick.tick().await;
-            let request = self.request(client, nodes.next()?);
-            (!self.is_over.get()).then_some((request, (tick, nodes)))
+            let request = self.request(client, kinds.next()?);
+            (!self.is_over.get()).then_some((request, (tick, kinds)))
         });
         requests.buffer_unordered(500).collect::<()>().await;
     }
 
-    /// Sends a request. A late one is sent again.
-    async fn request(&self, client: &Client, node: &str) {
+    /// Sends a GET, or a POST if there is a body. A late one is sent again.
+    async fn request(&self, client: &Client, (node, body): (&str, &'static str)) {
+        let method = if body.is_empty() { "GET" } else { "POST" };
         loop {
             let begun = Instant::now();
-            let request = Request::get(format!("http://{node}:9100/")).body(whole(""));
+            let request = Request::builder().method(method);
+            let request = request
+                .uri(format!("http://{node}:9100/"))
+                .body(whole(body));
             let answer = timeout(PATIENCE, client.try_send(request.unwrap())).await;
             let failure = match answer {
                 Ok(Ok(answer)) if answer.status == 200 => {
+                    let expected = if body.is_empty() { "here" } else { body };
+                    assert_eq!(answer.text(), expected);
                     return self.answered.set(self.answered.get() + 1);
                 }
                 Ok(Ok(answer)) => Failure::Answer(answer.to_string()),
                 Ok(Err(error)) => Failure::Connection(error.to_string()),
-                Err(_) => return self.fail(begun, &format!("{node}: no answer")),
+                Err(_) => return self.fail(begun, &format!("{method} {node}: no answer")),
             };
             if !self.is_late(begun, &failure) {
-                return self.fail(begun, &format!("{node}: {failure}"));
+                return self.fail(begun, &format!("{method} {node}: {failure}"));
             }
         }
     }
@@ -367,6 +378,7 @@ async fn is_echoed(session: &mut dyn Wire) -> bool {
 async fn start_fleet() -> Fleet {
     let app = App::http(|head| match head.path().as_str() {
         "/session" => answer::switch("websocket", b""),
+        _ if head.method() == "POST" => answer::mirror(),
         _ => answer::ok("here"),
     })
     .await;
