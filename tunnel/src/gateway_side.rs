@@ -37,7 +37,7 @@ use std::{
     task::{Context, Poll, ready},
     time::Duration,
 };
-use tokio::time::Instant;
+use tokio::{sync::Notify, time::Instant};
 use tokio_util::sync::CancellationToken;
 
 /// Time without an answer to a PING after which a tunnel is stuck if it has read less than [`STUCK_MAX_BYTES`] meanwhile. The
@@ -100,6 +100,8 @@ struct Inner {
     probe_requested: AtomicBool,
     /// Time of the probe since which nothing has been read, in milliseconds from `started_at`; 0 if there is none.
     probe_sent_ms: AtomicU64,
+    /// Notified when there is such a probe.
+    probe_notify: Notify,
     /// Time of the PING without an answer, in milliseconds from `started_at`; 0 if there is none.
     ping_sent_ms: AtomicU64,
     /// Number of bytes that had been read from the socket at the time of that PING.
@@ -126,6 +128,7 @@ impl Inner {
             suspect: AtomicBool::new(false),
             probe_requested: AtomicBool::new(false),
             probe_sent_ms: AtomicU64::new(0),
+            probe_notify: Notify::new(),
             ping_sent_ms: AtomicU64::new(0),
             read_at_ping: AtomicU64::new(0),
             started_at: Instant::now(),
@@ -174,7 +177,11 @@ impl Inner {
         let after = after.map_or(0, |after| {
             u64::try_from(after.as_millis()).unwrap_or(1).max(1)
         });
+        let before = self.probe_sent_ms.load(Relaxed);
         self.probe_sent_ms.store(after, Relaxed);
+        if before == 0 && after > 0 {
+            self.probe_notify.notify_waiters();
+        }
     }
 }
 
@@ -386,6 +393,14 @@ impl Tunnel {
                 .started_at
                 .elapsed()
                 .saturating_sub(Duration::from_millis(probed)),
+        }
+    }
+
+    /// Waits until there is a probe without an answer.
+    pub async fn wait_for_unanswered_probe(&self) {
+        let notified = self.shared.probe_notify.notified();
+        if self.shared.probe_sent_ms.load(Relaxed) == 0 {
+            notified.await;
         }
     }
 
