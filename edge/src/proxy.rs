@@ -59,8 +59,35 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
 use upstream::{RequestError, Upstream, UpstreamKey};
 
-/// Content of a stream: its body, the number of its first bytes that are the rest of the target, and the client of a TCP session.
-type Content = (StreamReceiver, usize, Option<SocketAddr>);
+/// Request of a stream, whose parts the exchange with the upstream takes.
+struct UnsentRequest {
+    head: Request<()>,
+    /// Body of the request, or the far half of a session.
+    body: Option<StreamReceiver>,
+    /// Number of the body's first bytes that are the rest of the target.
+    target_overflow_len: usize,
+    /// Client of a TCP session.
+    source: Option<SocketAddr>,
+}
+
+impl UnsentRequest {
+    fn new(
+        head: Request<()>,
+        (body, target_overflow_len, source): (StreamReceiver, usize, Option<SocketAddr>),
+    ) -> Self {
+        Self {
+            head,
+            body: Some(body),
+            target_overflow_len,
+            source,
+        }
+    }
+
+    /// Takes the stream of a session.
+    fn take_session(&mut self) -> Result<StreamReceiver, RequestError> {
+        self.body.take().ok_or(RequestError::Client)
+    }
+}
 
 /// Server of the streams of all tunnels.
 pub(crate) struct Proxy {
@@ -105,7 +132,7 @@ impl Proxy {
     /// upstream does not read its buffered bytes. It also ends early if the policy of `current_proxy` refuses it.
     pub(crate) async fn serve(
         &self,
-        request: StreamRequest,
+        request: Box<StreamRequest>,
         current_proxy: impl Fn() -> Arc<Self>,
     ) {
         let mut served = StreamGuard::new(&self.client.metrics, &request.kind);
@@ -119,9 +146,10 @@ impl Proxy {
         served.set_outcome(StreamOutcome::Evicted);
     }
 
+    /// The request stays boxed until here, because each future holds its arguments twice.
     async fn serve_unless_evicted(
         &self,
-        request: StreamRequest,
+        request: Box<StreamRequest>,
         current_proxy: impl Fn() -> Arc<Self>,
         stream_guard: &mut StreamGuard<'_>,
     ) {
@@ -134,16 +162,16 @@ impl Proxy {
             mut responder,
             source,
             ..
-        } = request;
+        } = *request;
         let (informational, connected) = (InformationalQueue::default(), Connected::default());
         let withdrawal = responder.withdrawal_handle();
         let app = self.client.dialer.policy.select_upstream(&target, &kind);
         let stream_key = (app.clone().ok(), &target, &kind);
         let mut revocation = pin!(self.wait_for_revocation(stream_key, &connected, current_proxy));
         let response = {
-            let content = (body, target_overflow_len, source);
+            let mut request = UnsentRequest::new(head, (body, target_overflow_len, source));
             let progress = (&informational, &connected);
-            let mut exchange = pin!(self.request_upstream(app, &kind, (head, content), progress));
+            let mut exchange = pin!(self.request_upstream(app, &kind, &mut request, progress));
             loop {
                 tokio::select! {
                     biased;
@@ -235,26 +263,31 @@ impl Proxy {
     }
 
     /// Sends the request to the upstream, according to the stream's kind. An upgrade is boxed, because it is rare and larger
-    /// than a request, and this future is moved as a whole with each stream.
+    /// than a request, and this future is moved as a whole with each stream. The request is borrowed, because a future has room
+    /// for an argument twice.
     async fn request_upstream(
         &self,
         upstream: Result<Arc<Upstream>, Rejected>,
         kind: &StreamKind,
-        (mut head, (mut body, overflow_len, source)): (Request<()>, Content),
+        request: &mut UnsentRequest,
         (informational, connected): (&InformationalQueue, &Connected),
     ) -> Result<UpstreamResponse, RequestError> {
-        if overflow_len > 0 {
-            let overflow = Box::pin(read_target_overflow(&mut body, overflow_len)).await?;
-            head.extensions_mut().insert(overflow);
+        if request.target_overflow_len > 0
+            && let Some(body) = &mut request.body
+        {
+            let reading = read_target_overflow(body, request.target_overflow_len);
+            let overflow = Box::pin(reading).await?;
+            request.head.extensions_mut().insert(overflow);
         }
         let upstream = upstream?;
         match kind {
             StreamKind::Request => {
+                let request = (&mut request.head, &mut request.body);
                 let progress = (informational, connected);
-                forward::send_request(&self.client, &upstream, (head, body), progress).await
+                forward::send_request(&self.client, &upstream, request, progress).await
             }
             StreamKind::Upgrade(token) => {
-                let request = (head, body);
+                let request = (std::mem::take(&mut request.head), request.take_session()?);
                 let progress = (informational, connected);
                 Box::pin(upgrade::send_upgrade(
                     &self.client,
@@ -267,7 +300,8 @@ impl Proxy {
             }
             StreamKind::Tcp => {
                 let dialer = &self.client.dialer;
-                relay::dial_upstream(dialer, &upstream, (body, source), connected).await
+                let client = (request.take_session()?, request.source);
+                relay::dial_upstream(dialer, &upstream, client, connected).await
             }
         }
     }

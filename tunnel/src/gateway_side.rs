@@ -37,7 +37,7 @@ use std::{
     task::{Context, Poll, ready},
     time::Duration,
 };
-use tokio::time::Instant;
+use tokio::{sync::Notify, time::Instant};
 use tokio_util::sync::CancellationToken;
 
 /// Time without an answer to a PING after which a tunnel is stuck if it has read less than [`STUCK_MAX_BYTES`] meanwhile. The
@@ -100,6 +100,8 @@ struct Inner {
     probe_requested: AtomicBool,
     /// Time of the probe since which nothing has been read, in milliseconds from `started_at`; 0 if there is none.
     probe_sent_ms: AtomicU64,
+    /// Notified when there is such a probe.
+    probe_notify: Notify,
     /// Time of the PING without an answer, in milliseconds from `started_at`; 0 if there is none.
     ping_sent_ms: AtomicU64,
     /// Number of bytes that had been read from the socket at the time of that PING.
@@ -126,6 +128,7 @@ impl Inner {
             suspect: AtomicBool::new(false),
             probe_requested: AtomicBool::new(false),
             probe_sent_ms: AtomicU64::new(0),
+            probe_notify: Notify::new(),
             ping_sent_ms: AtomicU64::new(0),
             read_at_ping: AtomicU64::new(0),
             started_at: Instant::now(),
@@ -174,7 +177,11 @@ impl Inner {
         let after = after.map_or(0, |after| {
             u64::try_from(after.as_millis()).unwrap_or(1).max(1)
         });
+        let before = self.probe_sent_ms.load(Relaxed);
         self.probe_sent_ms.store(after, Relaxed);
+        if before == 0 && after > 0 {
+            self.probe_notify.notify_waiters();
+        }
     }
 }
 
@@ -208,14 +215,29 @@ impl Tunnel {
     /// If the tunnel is gone, drains, has its maximum number of streams, or cannot carry the request.
     pub async fn open(
         &self,
-        head: Request<()>,
+        mut head: Request<()>,
         kind: &StreamKind,
         target: &Target,
         end_stream: bool,
     ) -> Result<OpenStream, StreamError> {
-        let mut head = prepare_head(head, kind, target)?;
+        self.open_kept(&mut head, kind, target, end_stream).await
+    }
+
+    /// Opens a stream, and leaves the caller the head, with which it may open another stream for the same kind and target. The
+    /// head gets the fields of this tunnel.
+    ///
+    /// # Errors
+    /// As [`Tunnel::open`].
+    pub async fn open_kept(
+        &self,
+        head: &mut Request<()>,
+        kind: &StreamKind,
+        target: &Target,
+        end_stream: bool,
+    ) -> Result<OpenStream, StreamError> {
+        prepare_head(head, kind, target)?;
         let overflow = head.extensions_mut().remove::<TargetOverflow>();
-        self.check_support(&head, kind, overflow.is_some())?;
+        self.check_support(head, kind, overflow.is_some())?;
         let Some(TargetOverflow(overflow)) = overflow else {
             return self.open_http2_stream(head, end_stream).await;
         };
@@ -243,11 +265,11 @@ impl Tunnel {
     /// As [`Tunnel::open`].
     pub async fn open_forwarded(
         &self,
-        head: Request<()>,
+        mut head: Request<()>,
         (kind, target): (&StreamKind, &Target),
         (overflow_len, end_stream): (usize, bool),
     ) -> Result<OpenStream, StreamError> {
-        let mut head = prepare_head(head, kind, target)?;
+        prepare_head(&mut head, kind, target)?;
         let fields = head.headers_mut();
         if overflow_len > 0 {
             fields.insert(wire::TARGET_REST, HeaderValue::from(overflow_len));
@@ -258,7 +280,7 @@ impl Tunnel {
             fields.insert(wire::CONTENT, length);
         }
         self.check_support(&head, kind, overflow_len > 0)?;
-        self.open_http2_stream(head, end_stream).await
+        self.open_http2_stream(&head, end_stream).await
     }
 
     /// Checks that the version of the edge supports the request.
@@ -295,7 +317,7 @@ impl Tunnel {
     /// As [`Tunnel::open`].
     pub async fn send_request(
         &self,
-        head: Request<()>,
+        head: &Request<()>,
         end_stream: bool,
     ) -> Result<OpenStream, StreamError> {
         self.open_http2_stream(head, end_stream).await
@@ -323,7 +345,7 @@ impl Tunnel {
         *head.method_mut() = Method::POST;
         let version = HeaderValue::from(wire::VERSION);
         head.headers_mut().insert(wire::CONTROL, version);
-        let opened = self.open_http2_stream(head, false).await?;
+        let opened = self.open_http2_stream(&head, false).await?;
         let (head, receive) = opened.response.await?.into_parts();
         if !head.status.is_success() {
             return Err(StreamError::ProtocolViolation(
@@ -335,7 +357,7 @@ impl Tunnel {
 
     async fn open_http2_stream(
         &self,
-        head: Request<()>,
+        head: &Request<()>,
         end_stream: bool,
     ) -> Result<OpenStream, StreamError> {
         let guard = OpenStreamGuard::new(&self.shared.load, self.shared.config.max_streams)
@@ -386,6 +408,14 @@ impl Tunnel {
                 .started_at
                 .elapsed()
                 .saturating_sub(Duration::from_millis(probed)),
+        }
+    }
+
+    /// Waits until there is a probe without an answer.
+    pub async fn wait_for_unanswered_probe(&self) {
+        let notified = self.shared.probe_notify.notified();
+        if self.shared.probe_sent_ms.load(Relaxed) == 0 {
+            notified.await;
         }
     }
 
@@ -466,10 +496,10 @@ impl Tunnel {
 }
 
 fn prepare_head(
-    mut head: Request<()>,
+    head: &mut Request<()>,
     kind: &StreamKind,
     target: &Target,
-) -> Result<Request<()>, StreamError> {
+) -> Result<(), StreamError> {
     let target = target.to_host_port();
     match kind {
         StreamKind::Tcp => {
@@ -478,7 +508,7 @@ fn prepare_head(
                 .authority(target)
                 .build()
                 .map_err(|_| StreamError::ProtocolViolation("the target is not an authority"))?;
-            return Ok(head);
+            return Ok(());
         }
         StreamKind::Upgrade(token) => {
             let method = HeaderValue::from_str(head.method().as_str()).map_err(|_| {
@@ -493,7 +523,7 @@ fn prepare_head(
     let target = HeaderValue::try_from(target)
         .map_err(|_| StreamError::ProtocolViolation("the target is not a valid header value"))?;
     head.headers_mut().insert(wire::TARGET, target);
-    Ok(head)
+    Ok(())
 }
 
 impl StreamResponse {

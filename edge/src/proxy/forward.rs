@@ -23,6 +23,7 @@ use causeway_tunnel::{
     RejectCode, StreamReceiver, error::is_close, headers, request_target::TargetOverflow,
 };
 use causeway_upstream::{connection::Alpn, head, http2_pool::Checkout, retry::Retry};
+use futures_util::future::Either;
 use http::{HeaderMap, Request, Response, StatusCode};
 use hyper::body::Incoming;
 use std::{net::SocketAddr, sync::Arc, time::Duration};
@@ -47,17 +48,17 @@ enum ConnectionInUse {
     Http2(UpstreamStreamPermit),
 }
 
-/// Sends the request to the upstream.
+/// Sends the request to the upstream. Takes its head and its body.
 pub(super) async fn send_request(
     client: &UpstreamClient,
     upstream: &Arc<Upstream>,
-    (head, body): (Request<()>, StreamReceiver),
+    (head, body): (&mut Request<()>, &mut Option<StreamReceiver>),
     (informational, connected): (&InformationalQueue, &Connected),
 ) -> Result<UpstreamResponse, RequestError> {
     let wants_http2 = wants_http2(upstream, head.headers());
     let overflow = head.extensions().get::<TargetOverflow>().cloned();
-    let body = (!body.is_end()).then_some(body);
-    let mut request = head.map(|()| RequestBody::new(body));
+    let body = body.take().filter(|body| !body.is_end());
+    let mut request = std::mem::take(head).map(|()| RequestBody::new(body));
     informational.attach(&mut request);
     let (mut connection, reused) = match overflow {
         None => checkout_or_connect(client, upstream, wants_http2, None).await?,
@@ -95,13 +96,14 @@ pub(super) async fn send_request(
 }
 
 impl ConnectionInUse {
-    async fn send(
+    /// Sends the request. The future that waits for the response does not hold the request, which hyper takes at once.
+    fn send(
         &mut self,
         request: Request<RequestBody>,
-    ) -> Result<Response<Incoming>, SendError> {
+    ) -> impl Future<Output = Result<Response<Incoming>, SendError>> {
         match self {
-            Self::Http1(connection) => connection.send_request(request).await,
-            Self::Http2(stream) => stream.send_request(request).await,
+            Self::Http1(connection) => Either::Left(connection.send_request(request)),
+            Self::Http2(stream) => Either::Right(stream.send_request(request)),
         }
     }
 

@@ -163,22 +163,25 @@ impl PooledConnection {
         self.address
     }
 
-    /// Sends the request and waits for the head of the response.
-    pub(super) async fn send_request(
+    /// Sends the request, and returns the future that waits for the head of the response.
+    pub(super) fn send_request(
         &mut self,
         request: Request<RequestBody>,
-    ) -> Result<Response<Incoming>, SendError> {
+    ) -> impl Future<Output = Result<Response<Incoming>, SendError>> {
         self.is_busy = true;
         self.body_progress = request.body().chunks_taken();
         self.response_observer.reset();
-        let mut response = pin!(self.sender.try_send_request(request));
+        let response = self.sender.try_send_request(request);
         let driver = &mut self.driver;
-        poll_fn(|cx| {
-            // `response` receives the error as well.
-            let _ = driver.drive(cx);
-            driver.poll_driven(cx, |cx| response.as_mut().poll(cx))
-        })
-        .await
+        async move {
+            let mut response = pin!(response);
+            poll_fn(|cx| {
+                // `response` receives the error as well.
+                let _ = driver.drive(cx);
+                driver.poll_driven(cx, |cx| response.as_mut().poll(cx))
+            })
+            .await
+        }
     }
 
     /// Whether the upstream closed the connection before it sent any byte of a response to the last request, which failed

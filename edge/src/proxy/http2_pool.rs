@@ -66,13 +66,13 @@ impl From<http2_pool::StreamSlot<Http2Sender>> for UpstreamStreamPermit {
 
 impl UpstreamStreamPermit {
     /// Sends the request and waits for the head of the response.
-    pub(super) async fn send_request(
+    pub(super) fn send_request(
         &mut self,
         mut request: Request<RequestBody>,
-    ) -> Result<Response<Incoming>, SendError> {
+    ) -> impl Future<Output = Result<Response<Incoming>, SendError>> + use<> {
         // The upstream may respond before it has read the body, which is still being sent.
         request.body_mut().hold_permit(self.permit.clone());
-        self.sender.try_send_request(request).await
+        self.sender.try_send_request(request)
     }
 }
 

@@ -33,8 +33,8 @@ pub(super) type SendError = TrySendError<Request<RequestBody>>;
 
 /// Source of a request's body.
 enum Source {
-    /// Whole stream.
-    Stream(StreamReceiver),
+    /// Whole stream. Boxed, because requests without a body are moved as well.
+    Stream(Box<StreamReceiver>),
     /// Beginning of a stream.
     Content(Box<Content>),
 }
@@ -84,7 +84,7 @@ impl http_body::Body for RequestBody {
     ) -> Poll<Option<Result<Frame<Bytes>, StreamError>>> {
         let frame = match &mut self.source {
             None => return Poll::Ready(None),
-            Some(Source::Stream(receive)) => ready!(Pin::new(receive).poll_frame(cx)),
+            Some(Source::Stream(receive)) => ready!(Pin::new(&mut **receive).poll_frame(cx)),
             Some(Source::Content(content)) => ready!(content.poll_frame(cx)),
         };
         self.taken.fetch_add(1, Relaxed);
@@ -103,7 +103,7 @@ impl http_body::Body for RequestBody {
 impl RequestBody {
     pub(super) fn new(body: Option<StreamReceiver>) -> Self {
         Self {
-            source: body.map(Source::Stream),
+            source: body.map(Box::new).map(Source::Stream),
             ..Self::default()
         }
     }

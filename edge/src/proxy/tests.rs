@@ -71,7 +71,7 @@ impl World {
                 streams.spawn(tracing::info_span!("stream"), async move {
                     let newest = || ways.lock().unwrap().clone();
                     let way = newest();
-                    way.serve(*asked, newest).await;
+                    way.serve(asked, newest).await;
                 });
             }
         });

@@ -227,7 +227,7 @@ impl Conversation<'_> {
             *request.uri_mut() = "http://a/x".parse().expect("a URI");
             request.extensions_mut().insert(Protocol::from("p"));
         }
-        let Ok((response, send)) = sender.send_request(request, form & 1 != 0) else {
+        let Ok((response, send)) = sender.send_request(&request, form & 1 != 0) else {
             return;
         };
         self.streams

@@ -49,17 +49,19 @@ pub async fn forward_request(
     let (parts, body) = request.into_parts();
     let expects_continue = headers::contains_token(&parts.headers, &EXPECT, "100-continue");
     let version = parts.version;
-    let tunnel_head = build_head(ctx, parts)?;
+    let mut head = build_head(ctx, parts)?;
     let end_stream = body.is_end_stream();
-    let copy = repeat::copy_repeatable(&tunnel_head, end_stream);
-    let opening = peer::open_stream(ctx, tunnel_head, &StreamKind::Request, end_stream);
+    let may_repeat = repeat::may_repeat(&head, end_stream);
+    let opening = peer::open_stream(ctx, &mut head, &StreamKind::Request, end_stream);
     let (opened, moved_to) = opening.await?;
     let ctx = ctx.moved_to(moved_to.as_ref());
-    if let Some(copy) = copy {
-        let (answer, sender, moved_to) = repeat::wait_for_response(ctx, opened, copy).await?;
+    if may_repeat {
+        let (answer, sender, moved_to) = repeat::wait_for_response(ctx, opened, &head).await?;
         let response = into_client_response(ctx.moved_to(moved_to.as_ref()), answer)?;
         return Ok(response.map(|body| body.with_sender(Some(sender))));
     }
+    // Only a repetition needs it, and an upload may take hours.
+    drop(head);
     let (release_body, upload, sender) = if end_stream {
         (None, None, Some(opened.send))
     } else {

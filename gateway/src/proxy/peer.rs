@@ -87,23 +87,21 @@ struct ForwardedClient {
 }
 
 /// Opens a stream to the node of the route: on its tunnel, or through a peer that holds the node. Also returns the tunnel or link
-/// of the stream, if it is not that of the context.
+/// of the stream, if it is not that of the context. A plain request may be sent again with the same head (`repeat`).
 ///
 /// # Errors
 /// If the stream cannot be opened, or no peer has a tunnel of the node any more.
 pub(super) async fn open_stream(
     ctx: StreamContext<'_>,
-    head: Request<()>,
+    head: &mut Request<()>,
     kind: &StreamKind,
     end_stream: bool,
 ) -> Result<(OpenStream, Option<SelectedTunnel>), Error> {
     if ctx.peer.is_some() {
         return Box::pin(forward_stream(ctx, head, (kind, end_stream))).await;
     }
-    let opening = ctx
-        .tunnel
-        .open(head, kind, &ctx.route.target, end_stream)
-        .await;
+    let target = &ctx.route.target;
+    let opening = ctx.tunnel.open_kept(head, kind, target, end_stream).await;
     let opened = opening.map_err(|error| stream_error(ctx, &error))?;
     Ok((opened, None))
 }
@@ -136,7 +134,7 @@ pub(super) async fn open_repeated(
 /// or to another holder, and waits for one like a request without a tunnel.
 async fn forward_stream(
     ctx: StreamContext<'_>,
-    head: Request<()>,
+    head: &Request<()>,
     request: (&StreamKind, bool),
 ) -> Result<(OpenStream, Option<SelectedTunnel>), Error> {
     let shared = &ctx.proxy.shared;

@@ -51,7 +51,7 @@ pub(super) async fn open_tcp_stream(
         edge_side::set_source(head.headers_mut(), source);
     }
     let connecting = async {
-        let opening = peer::open_stream(ctx, head, &StreamKind::Tcp, false);
+        let opening = peer::open_stream(ctx, &mut head, &StreamKind::Tcp, false);
         let (opened, moved_to) = opening.await?;
         let answer = opened.response.await;
         let answer = answer.map_err(|error| peer::stream_error(ctx, &error))?;

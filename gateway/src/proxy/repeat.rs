@@ -23,8 +23,8 @@ use http::{Request, Response};
 use std::{pin::pin, time::Duration};
 use tokio::{sync::Notify, time::sleep};
 
-/// Largest head of which a copy waits for the response, in bytes of [`headers::header_list_size`].
-const MAX_COPIED_HEAD: usize = 8 << 10;
+/// Largest head that is kept until the response, in bytes of [`headers::header_list_size`].
+const MAX_KEPT_HEAD: usize = 8 << 10;
 /// Interval of the search for another tunnel or gateway while a tunnel does not answer.
 const SEARCH_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -35,16 +35,15 @@ type Answer = (
     Option<SelectedTunnel>,
 );
 
-/// Returns a copy of the head of a plain request, if the request may be sent again and the copy is small.
-pub(super) fn copy_repeatable(head: &Request<()>, end_stream: bool) -> Option<Request<()>> {
+/// Whether a plain request may be sent again, and its head is small enough to be kept for that.
+pub(super) fn may_repeat(head: &Request<()>, end_stream: bool) -> bool {
     let target_len = head
         .uri()
         .path_and_query()
         .map_or(0, |path| path.as_str().len());
-    let may_copy = is_repeatable(&StreamKind::Request, head.method(), end_stream)
+    is_repeatable(&StreamKind::Request, head.method(), end_stream)
         && head.extensions().get::<TargetOverflow>().is_none()
-        && headers::header_list_size(head.headers()) + target_len <= MAX_COPIED_HEAD;
-    may_copy.then(|| head.clone())
+        && headers::header_list_size(head.headers()) + target_len <= MAX_KEPT_HEAD
 }
 
 /// Waits for the response on a stream, or on a second one if the tunnel of the first one does not answer.
@@ -54,7 +53,7 @@ pub(super) fn copy_repeatable(head: &Request<()>, end_stream: bool) -> Option<Re
 pub(super) async fn wait_for_response(
     ctx: StreamContext<'_>,
     OpenStream { send, mut response }: OpenStream,
-    copy: Request<()>,
+    head: &Request<()>,
 ) -> Result<Answer, Error> {
     let late_report = Notify::new();
     let (failure, other) = tokio::select! {
@@ -76,7 +75,7 @@ pub(super) async fn wait_for_response(
         Ok((answer, send, None))
     };
     match other.filter(|_| ctx.record.take_repetition()) {
-        Some(other) => Box::pin(wait_for_either(ctx, first, (other, copy))).await,
+        Some(other) => Box::pin(wait_for_either(ctx, first, (other, head))).await,
         None => Box::pin(first).await,
     }
 }
@@ -85,11 +84,11 @@ pub(super) async fn wait_for_response(
 async fn wait_for_either(
     ctx: StreamContext<'_>,
     first: impl Future<Output = Result<Answer, Error>>,
-    (other, copy): (SelectedTunnel, Request<()>),
+    (other, head): (SelectedTunnel, &Request<()>),
 ) -> Result<Answer, Error> {
     let mut first = pin!(first);
     let (answer, send, _) = {
-        let second = pin!(send_second(ctx, &other, copy));
+        let second = pin!(send_second(ctx, &other, head));
         match select(second, first.as_mut()).await {
             Either::Left((Ok(answer), _)) => answer,
             Either::Left((Err(_), first)) => return first.await,
@@ -106,7 +105,7 @@ async fn wait_for_either(
 async fn send_second(
     ctx: StreamContext<'_>,
     other: &SelectedTunnel,
-    copy: Request<()>,
+    head: &Request<()>,
 ) -> Result<Answer, Error> {
     let shared = &ctx.proxy.shared;
     let _repetition = shared.limits.admit_repetition().await;
@@ -114,7 +113,7 @@ async fn send_second(
     // Another pod may have got the address during the wait.
     ctx.proxy.check_same_pod(ctx.client, ctx.route)?;
     let ctx = ctx.moved_to(Some(other));
-    let OpenStream { send, mut response } = peer::open_repeated(ctx, copy).await?;
+    let OpenStream { send, mut response } = peer::open_repeated(ctx, head.clone()).await?;
     shared.metrics.count_repeated_request();
     tracing::debug!(node = %ctx.route.node, "a request was repeated on another tunnel");
     let answered = async {

@@ -58,7 +58,7 @@ pub async fn forward_upgrade(
         head.headers_mut().insert(wire::CONTENT, length.into());
     }
     let stream_kind = StreamKind::Upgrade(token.to_owned());
-    let opened = peer::open_stream(ctx, head, &stream_kind, false);
+    let opened = peer::open_stream(ctx, &mut head, &stream_kind, false);
     let (opened, moved_to) = with_upgrade_timeout(ctx, opened).await?;
     let ctx = ctx.moved_to(moved_to.as_ref());
     let mut sender = opened.send;

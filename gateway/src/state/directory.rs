@@ -167,8 +167,11 @@ pub(super) fn is_late(tunnel: &Tunnel) -> bool {
 
 /// Waits until a tunnel has not answered a probe for longer than `limit`, or than a few round trips if the link is long.
 pub(crate) async fn until_unanswered(tunnel: &Tunnel, limit: Duration) {
-    // Without an outstanding probe, this is the earliest time at which one can be without an answer for so long.
-    while let Some(remaining) = max_unanswered(tunnel, limit).checked_sub(tunnel.unanswered_for()) {
+    loop {
+        // Requests wait here until their responses, so most of them need no timer.
+        tunnel.wait_for_unanswered_probe().await;
+        let remaining = max_unanswered(tunnel, limit).checked_sub(tunnel.unanswered_for());
+        let Some(remaining) = remaining else { return };
         sleep(remaining + Duration::from_millis(1)).await;
     }
 }

@@ -139,7 +139,7 @@ impl<B> SendRequest<B> {
     /// If the connection has ended or the peer leaves, or the head is malformed.
     pub fn send_request(
         &mut self,
-        request: Request<()>,
+        request: &Request<()>,
         end_of_stream: bool,
     ) -> Result<(ResponseFuture, SendStream<B>), Error> {
         let shared = &self.sender.0;

@@ -473,12 +473,12 @@ impl State {
         None
     }
 
-    /// Opens a stream with two handles.
-    pub(super) fn send_request(&mut self, request: Request<()>, end: bool) -> Result<Key, Error> {
+    /// Opens a stream with two handles. The request is copied only if it has to wait.
+    pub(super) fn send_request(&mut self, request: &Request<()>, end: bool) -> Result<Key, Error> {
         if let Some(error) = &self.error {
             return Err(error.clone());
         }
-        if !message::is_sendable(&request) {
+        if !message::is_sendable(request) {
             return Err(Error::user("the request's head is malformed"));
         }
         if self.next_id > MAX_WINDOW {
@@ -500,9 +500,10 @@ impl State {
         stream.content = Content::after(request.method());
         let key = self.store.insert(stream);
         if self.waiting.is_empty() && self.open_local < self.peer.max_streams {
-            self.open(key, &request, end);
+            self.open(key, request, end);
         } else {
-            self.waiting.push_back((key, Box::new(request), end));
+            let copy = Box::new(request.clone());
+            self.waiting.push_back((key, copy, end));
         }
         Ok(key)
     }

@@ -76,7 +76,7 @@ pub(super) struct Driver<S> {
     wakes: Vec<Waker>,
     /// Whether at most one stream is open.
     is_quiet: bool,
-    /// Number of turns in a row with at most one open stream, or with hardly a byte.
+    /// Number of turns in a row with at most one open stream, or with several and hardly a byte.
     quiet_turns: u32,
     /// Whether requests of the peer can be taken.
     pub(super) has_requests: bool,
@@ -259,8 +259,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         // This task goes on without a wake if there is more.
         state.has_work = false;
         self.has_requests = !state.accept.is_empty();
-        self.is_quiet = state.is_quiet();
-        self.quiet_turns = if self.is_quiet || received + self.out.len() <= QUIET_BYTES {
+        let was_quiet = std::mem::replace(&mut self.is_quiet, state.is_quiet());
+        let is_small = received + self.out.len() <= QUIET_BYTES;
+        // The turn that ends a request does not count: the buffers are kept for the next request, which may follow at once.
+        self.quiet_turns = if was_quiet == self.is_quiet && (was_quiet || is_small) {
             self.quiet_turns + 1
         } else {
             0

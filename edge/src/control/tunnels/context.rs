@@ -31,7 +31,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 pub(super) const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Function that serves a stream. It separates the control plane from the data path.
-pub(crate) type ServeFn = Arc<dyn Fn(StreamRequest) -> BoxFuture<'static, ()> + Send + Sync>;
+pub(crate) type ServeFn = Arc<dyn Fn(Box<StreamRequest>) -> BoxFuture<'static, ()> + Send + Sync>;
 
 /// Function that takes over the node ports that a gateway lists. The address is that of the node from which the gateway was
 /// dialled.

@@ -258,7 +258,7 @@ impl TunnelSession {
     ) {
         let streams = TaskGroup::default();
         for request in std::mem::take(&mut self.early_streams) {
-            accept_stream(&self.context, request, &streams);
+            accept_stream(&self.context, Box::new(request), &streams);
         }
         let mut end_tx = Some(end_tx);
         let error = self
@@ -398,7 +398,7 @@ impl TunnelSession {
         loop {
             tokio::select! {
                 next = self.edge_side.next_stream() => match next {
-                    Ok(IncomingStream::Stream(asked)) => accept_stream(&self.context, *asked, streams),
+                    Ok(IncomingStream::Stream(asked)) => accept_stream(&self.context, asked, streams),
                     Ok(IncomingStream::Control(_)) => debug!("the gateway opened a second control stream"),
                     Err(ended) => return Event::Ended(ended),
                 },
@@ -608,7 +608,7 @@ impl TunnelSession {
     }
 }
 
-fn accept_stream(context: &TunnelContext, request: StreamRequest, streams: &TaskGroup) {
+fn accept_stream(context: &TunnelContext, request: Box<StreamRequest>, streams: &TaskGroup) {
     let Ok(permit) = context.stream_permits.clone().try_acquire_owned() else {
         let max_streams = context.config.limits.streams;
         let detail = format!(

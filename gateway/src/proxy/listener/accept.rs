@@ -273,7 +273,9 @@ impl ListenerConfig {
         accepted: AcceptedSocket,
     ) {
         let proxy = (&self.proxies[worker.0], self.workers.client_turns(worker));
-        let Some(stream) = https::finish_handshake(proxy, hello, socket, &accepted).await else {
+        // Boxed, because it is larger than all that follows, and a connection may be open for hours after it.
+        let handshake = Box::pin(https::finish_handshake(proxy, hello, socket, &accepted));
+        let Some(stream) = handshake.await else {
             return;
         };
         // The listener may have been replaced during the handshake. The new listener then checks the client.

@@ -148,7 +148,7 @@ async fn pause(times: usize) {
 }
 
 macro_rules! implementation {
-    ($module:ident, $changes_windows:literal, $($path:tt)+) => {
+    ($module:ident, $changes_windows:literal, [$($borrow:tt)?], $($path:tt)+) => {
         mod $module {
             use super::*;
             use $($path)+ as h2;
@@ -251,7 +251,7 @@ macro_rules! implementation {
                 *request.uri_mut() = format!("http://example.com/{index}?x=y").parse().unwrap();
                 *request.method_mut() = http::Method::PUT;
                 let opened = match sender.ready().await {
-                    Ok(mut sender) => sender.send_request(request, false),
+                    Ok(mut sender) => sender.send_request($($borrow)? request, false),
                     Err(error) => Err(error),
                 };
                 let (future, mut send_half) = match opened {
@@ -378,8 +378,8 @@ macro_rules! implementation {
     };
 }
 
-implementation!(engine, true, super::super::super);
-implementation!(oracle, false, ::h2);
+implementation!(engine, true, [&], super::super::super);
+implementation!(oracle, false, [], ::h2);
 
 /// Checks what an end has received of a body. Its own reset may hide all of it.
 fn check(received: &Received, sent: &Body, own: &Body, context: &str) {

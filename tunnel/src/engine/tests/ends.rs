@@ -81,7 +81,7 @@ async fn a_response_that_has_arrived_outlives_a_failed_write() {
     bytes.extend(data(1, true, &[0; 100]));
     let io = Broken(bytes.leak());
     let (mut sender, connection) = client::handshake(io).await.unwrap();
-    let (response, _send) = sender.send_request(get(), true).unwrap();
+    let (response, _send) = sender.send_request(&get(), true).unwrap();
     let (end, length) = join(connection, body_of(response)).await;
     assert_eq!(length.unwrap(), 48_100);
     let error = end.unwrap_err();
@@ -93,14 +93,14 @@ async fn a_transport_that_ends_inside_a_frame_is_an_error() {
     for (tail, is_error) in [(&[][..], false), (&[0, 0, 9, 0][..], true)] {
         let (near, mut far) = tokio::io::duplex(10_000);
         let (mut sender, connection) = client::handshake(near).await.unwrap();
-        let (response, _send) = sender.send_request(get(), true).unwrap();
+        let (response, _send) = sender.send_request(&get(), true).unwrap();
         far.write_all(&settings(&[])).await.unwrap();
         far.write_all(tail).await.unwrap();
         drop(far);
         let (end, response) = join(connection, body_of(response)).await;
         assert_eq!(end.is_err(), is_error);
         assert!(response.unwrap_err().is_io());
-        assert!(sender.send_request(get(), true).is_err());
+        assert!(sender.send_request(&get(), true).is_err());
         assert!(sender.ready().await.is_err());
     }
 }
@@ -140,7 +140,7 @@ async fn handles_outlive_their_connection() {
         connection.set_initial_window_size(1).is_err(),
         "the first is unanswered"
     );
-    let (response, mut send) = sender.send_request(get(), false).unwrap();
+    let (response, mut send) = sender.send_request(&get(), false).unwrap();
     ping_pong.send_ping(Ping::opaque()).unwrap();
     assert!(ping_pong.send_ping(Ping::opaque()).is_err());
     drop(connection);
@@ -206,7 +206,7 @@ async fn a_ping_fails_only_after_the_last_frames_are_written() {
 fn waiting_requests_end_when_the_peer_leaves() {
     let mut peer = Peer::of_client();
     peer.feed(&settings(&[(3, 1)]));
-    let keys = [(); 2].map(|()| peer.state.send_request(get(), true).unwrap());
+    let keys = [(); 2].map(|()| peer.state.send_request(&get(), true).unwrap());
     let last = [0x7f, 0xff, 0xff, 0xff, 0, 0, 0, 0];
     peer.feed(&frame(kind::GOAWAY, 0, 0, &last));
     let errors = keys.map(|key| peer.state.store.get(key).unwrap().error.clone());
@@ -250,7 +250,7 @@ fn reset_code(peer: &mut Peer) -> Option<Reason> {
 #[tokio::test]
 async fn a_stream_without_handles_is_reset() {
     let mut peer = Peer::of_client();
-    let key = peer.state.send_request(get(), true).unwrap();
+    let key = peer.state.send_request(&get(), true).unwrap();
     peer.state.drop_handle(key);
     assert_eq!(reset_code(&mut peer), None);
     peer.state.drop_handle(key);
@@ -290,10 +290,10 @@ async fn forbidden_fields_are_not_sent() {
     let upgrade = Request::get("http://a/").header("connection", "upgrade");
     assert!(
         sender
-            .send_request(upgrade.body(()).unwrap(), true)
+            .send_request(&upgrade.body(()).unwrap(), true)
             .is_err()
     );
-    let (response, send) = sender.send_request(get(), true).unwrap();
+    let (response, send) = sender.send_request(&get(), true).unwrap();
     let serve = async {
         let mut server = server::handshake(far).await.unwrap();
         let (_request, mut respond) = server.accept().await.unwrap().unwrap();

@@ -126,7 +126,7 @@ async fn frames_without_data_are_limited_and_paid_by_traffic() {
         }
         assert!(peer.state.end.is_none());
         let head = http::Request::get("http://a/").body(()).unwrap();
-        peer.state.send_request(head, true).unwrap();
+        peer.state.send_request(&head, true).unwrap();
         // The stream pays for eight frames.
         for _ in 0..8 {
             peer.feed(&window_update(0, 1));
@@ -209,7 +209,7 @@ fn resets_by_the_user_are_no_flood_of_the_peer() {
     peer.take();
     for _ in 0..30_000 {
         let head = http::Request::get("http://a/").body(()).unwrap();
-        let key = peer.state.send_request(head, false).unwrap();
+        let key = peer.state.send_request(&head, false).unwrap();
         peer.state.reset(key, Reason::CANCEL, Initiator::User);
     }
     peer.feed(&window_update(0, 1));
@@ -258,7 +258,7 @@ fn large_heads_are_refused() {
     let mut peer = Peer::of_client();
     small_limit(&mut peer);
     let head = http::Request::get("http://a/").body(()).unwrap();
-    peer.state.send_request(head, true).unwrap();
+    peer.state.send_request(&head, true).unwrap();
     let response = headers(1, true, &[&[(":status", "200")][..], &large].concat());
     assert_eq!(peer.verdict(&[response]), Stream(1, Reason::PROTOCOL_ERROR));
 }
@@ -308,7 +308,7 @@ fn unread_interim_responses_are_limited_in_number_and_size() {
         let mut peer = Peer::of_client();
         peer.state.config.settings.max_header_list_size = max_size;
         let head = http::Request::get("http://a/").body(()).unwrap();
-        peer.state.send_request(head, true).unwrap();
+        peer.state.send_request(&head, true).unwrap();
         peer
     };
     let malformed = Stream(1, Reason::PROTOCOL_ERROR);
@@ -427,7 +427,7 @@ fn limited_client() -> Peer {
 /// Sends a request and returns its number.
 fn get(peer: &mut Peer) -> super::super::streams::Key {
     let head = http::Request::get("http://a/").body(()).unwrap();
-    peer.state.send_request(head, true).unwrap()
+    peer.state.send_request(&head, true).unwrap()
 }
 
 #[tokio::test(start_paused = true)]

@@ -121,7 +121,7 @@ fn run(seed: u64) {
             }
             6 => {
                 let head = http::Request::get("http://a/").body(()).unwrap();
-                let opened = peer.state.send_request(head, rng.random());
+                let opened = peer.state.send_request(&head, rng.random());
                 handles.extend(opened.into_iter().flat_map(|key| [key, key]));
             }
             7 if !handles.is_empty() => {

@@ -155,8 +155,8 @@ fn a_reset_frees_the_queue_and_follows_its_own_head_only() {
     peer.feed(&settings(&[(3, 1)]));
     peer.take();
     let head = || http::Request::get("http://a/").body(()).unwrap();
-    let first = peer.state.send_request(head(), false).unwrap();
-    let waiting = peer.state.send_request(head(), false).unwrap();
+    let first = peer.state.send_request(&head(), false).unwrap();
+    let waiting = peer.state.send_request(&head(), false).unwrap();
     for key in [waiting, first] {
         queue(&mut peer, key, 1 << 20, false);
         peer.state
@@ -181,7 +181,7 @@ fn waiting_requests_open_when_the_peer_allows() {
     peer.feed(&settings(&[(3, 1)]));
     let head = || http::Request::get("http://a/").body(()).unwrap();
     for _ in 0..3 {
-        peer.state.send_request(head(), true).unwrap();
+        peer.state.send_request(&head(), true).unwrap();
     }
     let heads = |peer: &mut Peer| {
         let frames = peer.take();
@@ -200,7 +200,7 @@ fn data_follows_the_head_of_a_stream_that_opens_in_the_same_batch() {
     let mut peer = Peer::of_client();
     peer.feed(&settings(&[(3, 1)]));
     let head = || http::Request::post("http://a/").body(()).unwrap();
-    let keys = [(); 2].map(|()| peer.state.send_request(head(), false).unwrap());
+    let keys = [(); 2].map(|()| peer.state.send_request(&head(), false).unwrap());
     peer.take();
     for key in keys {
         queue(&mut peer, key, 10, true);
@@ -227,7 +227,7 @@ fn streams_queue_little_while_the_connections_window_is_exhausted() {
     let mut sender = client::SendRequest::<Bytes>::new(shared.clone());
     let mut open = || {
         let head = http::Request::post("http://a/").body(()).unwrap();
-        let (response, mut send) = sender.send_request(head, false).unwrap();
+        let (response, mut send) = sender.send_request(&head, false).unwrap();
         send.reserve_capacity(1 << 20);
         (response, send)
     };
@@ -268,7 +268,7 @@ fn a_sender_that_waits_because_all_streams_queue_much_is_woken() {
     let mut sender = client::SendRequest::<Bytes>::new(shared.clone());
     let mut fill = || {
         let head = http::Request::post("http://a/").body(()).unwrap();
-        let (response, mut send) = sender.send_request(head, false).unwrap();
+        let (response, mut send) = sender.send_request(&head, false).unwrap();
         send.reserve_capacity(1 << 20);
         let capacity = send.capacity();
         send.send_data(Bytes::from(vec![0; capacity]), false)
@@ -334,7 +334,7 @@ fn requests_wait_in_turn_and_pass_their_place_on() {
     let head = || http::Request::get("http://a/").body(()).unwrap();
     let mut read = bytes::BytesMut::from(&settings(&[(3, 1)])[..]);
     shared.lock().receive(&mut read, (0, 0));
-    let first = shared.lock().send_request(head(), true).unwrap();
+    let first = shared.lock().send_request(&head(), true).unwrap();
     let sender = client::SendRequest::<Bytes>::new(shared.clone());
     let mut waiting: Vec<_> = (0..3).map(|_| with_wakes(sender.clone().ready())).collect();
     for (future, _) in &mut waiting {
@@ -359,7 +359,7 @@ fn a_newcomer_waits_behind_those_that_were_woken() {
     let head = || http::Request::get("http://a/").body(()).unwrap();
     let mut read = bytes::BytesMut::from(&settings(&[(3, 1)])[..]);
     shared.lock().receive(&mut read, (0, 0));
-    let first = shared.lock().send_request(head(), true).unwrap();
+    let first = shared.lock().send_request(&head(), true).unwrap();
     let sender = client::SendRequest::<Bytes>::new(shared.clone());
     let mut waiting: Vec<_> = (0..2).map(|_| with_wakes(sender.clone().ready())).collect();
     for (future, wakes) in &mut waiting {
@@ -380,7 +380,7 @@ fn a_newcomer_waits_behind_those_that_were_woken() {
                 http::header::CONNECTION,
                 http::HeaderValue::from_static("x"),
             );
-            assert!(sender.send_request(malformed, true).is_err());
+            assert!(sender.send_request(&malformed, true).is_err());
         }
     }
     assert_eq!(wakes.0.load(Relaxed), 1);
@@ -393,11 +393,11 @@ fn tasks_that_wait_for_large_heads_are_woken_when_the_heads_leave() {
     let mut read = bytes::BytesMut::from(&settings(&[(3, 3)])[..]);
     shared.lock().receive(&mut read, (0, 0));
     let head = || http::Request::post("http://a/").body(()).unwrap();
-    let keys = [(); 3].map(|()| shared.lock().send_request(head(), false).unwrap());
+    let keys = [(); 3].map(|()| shared.lock().send_request(&head(), false).unwrap());
     shared.lock().drain(&mut Outgoing::default());
     let large = http::Request::post("http://a/").header("x", "x".repeat(300_000));
     let large = large.body(()).unwrap();
-    shared.lock().send_request(large, false).unwrap();
+    shared.lock().send_request(&large, false).unwrap();
     let sender = client::SendRequest::<Bytes>::new(shared.clone());
     let (mut waiting, wakes) = with_wakes(sender.ready());
     assert!(poll(&mut waiting, &wakes).is_pending());
@@ -472,7 +472,7 @@ async fn pings_are_answered_while_the_body_is_blocked() {
     let work = async {
         let mut sender = sender.ready().await.unwrap();
         let request = http::Request::post("http://a/").body(()).unwrap();
-        let (response, mut send) = sender.send_request(request, false).unwrap();
+        let (response, mut send) = sender.send_request(&request, false).unwrap();
         send.send_data(Bytes::from(vec![0; 65_000]), false).unwrap();
         std::future::pending::<()>().await;
         drop((response, send));
@@ -503,7 +503,7 @@ async fn two_ends_that_both_only_write_do_not_block_each_other() {
     let client = async move {
         let mut sender = sender.ready().await.unwrap();
         let request = http::Request::post("http://a/").body(()).unwrap();
-        let (response, mut send) = sender.send_request(request, false).unwrap();
+        let (response, mut send) = sender.send_request(&request, false).unwrap();
         send.send_data(Bytes::from(vec![1; LENGTH]), true).unwrap();
         let mut body = response.await.unwrap().into_body();
         let mut length = 0;
@@ -577,7 +577,7 @@ async fn a_connection_with_several_idle_streams_gives_its_buffers_back() {
         let mut streams = Vec::new();
         for _ in 0..3 {
             let head = http::Request::post("http://a/").body(()).unwrap();
-            let (response, mut send) = sender.send_request(head, false).unwrap();
+            let (response, mut send) = sender.send_request(&head, false).unwrap();
             send.send_data(Bytes::from(vec![0; 10_000]), false).unwrap();
             streams.push((response, send));
         }
@@ -615,7 +615,9 @@ async fn the_state_of_a_dropped_connection_keeps_no_frames() {
     let driver = Driver::new(near, Config::new(false));
     let shared = driver.shared().clone();
     let head = http::Request::get("http://a/").body(()).unwrap();
-    shared.with(|state| state.send_request(head, true)).unwrap();
+    shared
+        .with(|state| state.send_request(&head, true))
+        .unwrap();
     drop(driver);
     let state = shared.lock();
     assert_eq!(state.control.capacity() + state.heads.capacity(), 0);
@@ -627,7 +629,9 @@ async fn work_that_a_turn_has_done_wakes_its_task_no_more() {
     let mut driver = Driver::new(near, Config::new(false));
     let shared = driver.shared().clone();
     let head = http::Request::get("http://a/").body(()).unwrap();
-    let key = shared.with(|state| state.send_request(head, true)).unwrap();
+    let key = shared
+        .with(|state| state.send_request(&head, true))
+        .unwrap();
     let frames = [settings(&[]), headers(1, true, &[(":status", "200")])];
     far.write_all(&frames.concat()).await.unwrap();
     let wakes = Arc::<Wakes>::default();

@@ -21,7 +21,7 @@ fn server_verdict(frames: &[Vec<u8>]) -> Verdict {
 fn client_verdict(frames: &[Vec<u8>]) -> Verdict {
     let mut peer = Peer::of_client();
     let head = http::Request::get("http://a/").body(()).unwrap();
-    peer.state.send_request(head, true).unwrap();
+    peer.state.send_request(&head, true).unwrap();
     peer.verdict(frames)
 }
 
@@ -124,7 +124,7 @@ fn requests_that_were_never_sent_are_idle_streams() {
     peer.feed(&settings(&[(3, 1)]));
     let head = || http::Request::get("http://a/").body(()).unwrap();
     for _ in 0..2 {
-        peer.state.send_request(head(), true).unwrap();
+        peer.state.send_request(&head(), true).unwrap();
     }
     let last = [0, 0, 0, 1, 0, 0, 0, 0];
     peer.feed(&frame(kind::GOAWAY, 0, 0, &last));
@@ -452,7 +452,7 @@ fn lengths_of_responses_depend_on_method_and_status() {
         let mut peer = Peer::of_client();
         let mut head = http::Request::get("http://a:1/").body(()).unwrap();
         *head.method_mut() = method;
-        peer.state.send_request(head, true).unwrap();
+        peer.state.send_request(&head, true).unwrap();
         let fields = [(":status", status), ("content-length", length)];
         let mut frames = vec![headers(1, body.is_none(), &fields)];
         frames.extend(body.map(|body| data(1, true, body)));
@@ -487,14 +487,14 @@ fn windows_of_ended_streams_do_not_change() {
     ] {
         let mut peer = Peer::of_client();
         let head = http::Request::get("http://a/").body(()).unwrap();
-        peer.state.send_request(head, end).unwrap();
+        peer.state.send_request(&head, end).unwrap();
         let most = window_update(1, (1 << 31) - 1 - 65_535);
         assert_eq!(peer.verdict(&[most]), Accepted);
         assert_eq!(peer.verdict(&[settings(&[(4, 65_536)])]), verdict);
     }
     let mut peer = Peer::of_client();
     let head = http::Request::get("http://a/").body(()).unwrap();
-    peer.state.send_request(head, true).unwrap();
+    peer.state.send_request(&head, true).unwrap();
     let smaller = settings(&[(4, 0)]);
     let most = window_update(1, (1 << 31) - 1);
     assert_eq!(peer.verdict(&[smaller, most]), Accepted);
@@ -511,7 +511,7 @@ fn settings_of_a_server_are_checked_and_obeyed() {
     let mut peer = Peer::of_client();
     peer.feed(&settings(&[(1, 0), (1, 4_096)]));
     let head = http::Request::get("http://a/").body(()).unwrap();
-    peer.state.send_request(head, true).unwrap();
+    peer.state.send_request(&head, true).unwrap();
     let frames = peer.take();
     let head = frames.iter().find(|frame| frame.kind == kind::HEADERS);
     assert_eq!(head.unwrap().payload[..4], [0x20, 0x3f, 0xe1, 0x1f]);
@@ -546,8 +546,8 @@ fn a_partial_frame_waits_at_every_byte() {
 fn go_away_ends_the_streams_that_it_does_not_take() {
     let mut peer = Peer::of_client();
     let head = || http::Request::get("http://a/").body(()).unwrap();
-    let first = peer.state.send_request(head(), true).unwrap();
-    let second = peer.state.send_request(head(), true).unwrap();
+    let first = peer.state.send_request(&head(), true).unwrap();
+    let second = peer.state.send_request(&head(), true).unwrap();
     let mut payload = [0; 8];
     payload[3] = 1;
     assert_eq!(
@@ -557,7 +557,7 @@ fn go_away_ends_the_streams_that_it_does_not_take() {
     assert!(peer.state.store.get(first).unwrap().error.is_none());
     let error = peer.state.store.get(second).unwrap().error.clone().unwrap();
     assert!(error.is_go_away() && error.is_remote());
-    assert!(peer.state.send_request(head(), true).is_err());
+    assert!(peer.state.send_request(&head(), true).is_err());
     peer.feed(&headers(1, true, &[(":status", "200")]));
     assert!(
         matches!(peer.state.end, Some(Ok(()))),
