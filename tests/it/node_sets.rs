@@ -138,14 +138,29 @@ async fn each_connection_reaches_the_member_with_the_fewest_streams() {
         }
         counts
     };
-    let mut sessions = Vec::new();
-    for count in 1..=9 {
+    let open = async |count: u64| {
+        let before = streams().await;
         let session = TcpStream::connect(world.listener("pool")).await.unwrap();
-        sessions.push(session);
         until("the session is open", async || {
             streams().await.iter().sum::<u64>() == count
         })
         .await;
+        let after = streams().await;
+        let member = (0..3).find(|&member| after[member] > before[member]);
+        (member.unwrap(), session)
+    };
+    let mut sessions = Vec::new();
+    for count in 1..=9 {
+        sessions.push(open(count).await);
+    }
+    assert_eq!(streams().await, [3, 3, 3]);
+    sessions.retain(|(member, _)| *member != 0);
+    until("the sessions of a member have ended", async || {
+        streams().await == [0, 3, 3]
+    })
+    .await;
+    for count in 7..=9 {
+        sessions.push(open(count).await);
     }
     assert_eq!(streams().await, [3, 3, 3]);
 }

@@ -1,7 +1,7 @@
 //! The gateway's end of a tunnel: the HTTP/2 client, and the one place that opens streams.
 //!
 //! A [`Tunnel`] is a cheap handle for any thread; its [`ConnectionDriver`] is the one task that owns the connection, checks
-//! liveness and sizes windows. Both share only atomics and a token: opening a stream never waits for a lock.
+//! liveness and sizes windows. Both share atomics, a token, and the notification of probes: opening a stream takes no lock.
 
 mod buffer_monitor;
 mod driver;
@@ -223,8 +223,8 @@ impl Tunnel {
         self.open_kept(&mut head, kind, target, end_stream).await
     }
 
-    /// Opens a stream, and leaves the caller the head, with which it may open another stream for the same kind and target. The
-    /// head gets the fields of this tunnel.
+    /// Opens a stream, and leaves the caller the head, with the fields that this function adds. The head of a plain request
+    /// without a [`TargetOverflow`] may open another stream for the same target; any other head has changed too much.
     ///
     /// # Errors
     /// As [`Tunnel::open`].
@@ -411,7 +411,7 @@ impl Tunnel {
         }
     }
 
-    /// Waits until there is a probe without an answer.
+    /// Waits until there is a probe without an answer: for ever, if the tunnel ends before.
     pub async fn wait_for_unanswered_probe(&self) {
         let notified = self.shared.probe_notify.notified();
         if self.shared.probe_sent_ms.load(Relaxed) == 0 {

@@ -80,7 +80,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(5);
 /// Serves a request that another gateway has forwarded.
 #[derive(Clone)]
 pub struct ForwardHandler(
-    /// Function that serves one request of this gateway.
+    /// Function that serves one request of that gateway.
     pub Arc<dyn Fn(StreamRequest, ForwardingGateway) -> BoxFuture<'static, ()> + Send + Sync>,
 );
 

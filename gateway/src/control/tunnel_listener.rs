@@ -167,7 +167,7 @@ impl TunnelListener {
                         continue;
                     };
                     let worker = next.next().unwrap_or(WorkerId(0));
-                    let span = info_span!("handshake", %from);
+                    let span = info_span!("handshake", from = tracing::field::Empty);
                     let runtime = context.admission.workers.runtime(worker);
                     let socket = (socket.detach(), worker);
                     tasks.spawn_on(runtime, span, context.clone().handle_connection(slot, socket, from));
@@ -208,13 +208,27 @@ impl HandshakeContext {
     async fn handle_connection(
         self,
         slot: Slot,
-        socket: (io::Result<DetachedSocket>, WorkerId),
-        mut from: SocketAddr,
+        (socket, worker): (io::Result<DetachedSocket>, WorkerId),
+        peer: SocketAddr,
     ) {
-        let worker = socket.1;
-        let finished = slot
-            .run(pin!(self.finish_tls(&slot, socket, &mut from)))
-            .await;
+        let received = slot.run(pin!(self.receive_source(socket, peer))).await;
+        let (socket, from) = match received.unwrap_or(Err(HandshakeError::Evicted)) {
+            Ok(received) => received,
+            Err(handshake_error) => return self.report_failure(peer, &handshake_error),
+        };
+        tracing::Span::current().record("from", tracing::field::display(from));
+        // A balancer's connections count for the source that its header states, so no source takes the places of all others.
+        let slot = if from == peer {
+            slot
+        } else {
+            drop(slot);
+            match self.tls_limit.admit(from.ip()) {
+                Ok(own_slot) => own_slot,
+                Err(_) => return,
+            }
+        };
+        let socket = (socket, worker);
+        let finished = slot.run(pin!(self.finish_tls(&slot, socket, from))).await;
         let handshaken = match finished {
             Some(Ok(Some(shaken))) => shaken,
             Some(Ok(None)) => return,
@@ -240,25 +254,50 @@ impl HandshakeContext {
         }
     }
 
-    /// Finishes TLS within its timeout. Returns `None` if the handshake failed and the peer received the reason. Replaces `from` by
-    /// the source in the PROXY header, if there is one.
+    /// Returns the socket and the source of a connection: that of its PROXY header, if its peer is a balancer that sends one. The
+    /// header has the time limit of a handshake.
+    async fn receive_source(
+        &self,
+        socket: io::Result<DetachedSocket>,
+        peer: SocketAddr,
+    ) -> Result<(Socket, SocketAddr), HandshakeError> {
+        let mut socket = socket?.attach()?;
+        if let Some(tcp) = socket.tcp() {
+            set_tunnel_options(tcp);
+        }
+        let settings = &self.admission.settings;
+        if !proxy_protocol::is_proxied(&settings.proxy_protocol, peer.ip()) {
+            return Ok((socket, peer));
+        }
+        let header = timeout(
+            settings.handshake_timeout,
+            proxy_protocol::read(&mut socket),
+        )
+        .await;
+        let header = header.map_err(|_| HandshakeError::TooSlow(settings.handshake_timeout))?;
+        let proxied = header.map_err(|error| match error.kind() {
+            io::ErrorKind::InvalidData => HandshakeError::ProxyHeader(error),
+            // Such as a health check, which sends nothing.
+            _ => HandshakeError::Tls(error),
+        })?;
+        Ok((socket, proxied.map_or(peer, |proxied| proxied.source)))
+    }
+
+    /// Finishes TLS within its timeout. Returns `None` if the handshake failed and the peer received the reason.
     async fn finish_tls(
         &self,
         slot: &Slot,
-        (socket, worker): (io::Result<DetachedSocket>, WorkerId),
-        from: &mut SocketAddr,
+        (socket, worker): (Socket, WorkerId),
+        from: SocketAddr,
     ) -> Result<Option<(AlpnProtocol, Io, Duration)>, HandshakeError> {
         let handshake_timeout = self.admission.settings.handshake_timeout;
         let tls = self.admission.tls.load_full();
         let accepts_peers = self.admission.peer_streams.is_some();
         let handshake = async {
-            let mut socket = socket?.attach()?;
             if let Some(tcp) = socket.tcp() {
-                set_tunnel_options(tcp);
                 tcp.readable().await?;
             }
-            *from = self.read_source(&mut socket, *from).await?;
-            let acquire_slot = self.acquire_handshake_slot(slot, worker, *from);
+            let acquire_slot = self.acquire_handshake_slot(slot, worker, from);
             // Boxed, so that a connection that is still silent takes little memory.
             let socket = (socket, accepts_peers);
             Box::pin(tls.handshake(socket, acquire_slot)).await
@@ -266,7 +305,7 @@ impl HandshakeContext {
         match timeout(handshake_timeout, handshake).await {
             Ok(Ok(shaken)) => Ok(Some(shaken)),
             Ok(Err(TlsError { error, socket })) => {
-                self.report_failure(*from, &error);
+                self.report_failure(from, &error);
                 // The lingering close lets the peer read the alert. The connection counts against the limit until then.
                 if let Some(socket) = socket {
                     lingering_close::close(socket).await;
@@ -275,20 +314,6 @@ impl HandshakeContext {
             }
             Err(_) => Err(HandshakeError::TooSlow(handshake_timeout)),
         }
-    }
-
-    /// Returns the source of a connection: that of its PROXY header, if its peer is a balancer that sends one.
-    async fn read_source(
-        &self,
-        socket: &mut Socket,
-        peer: SocketAddr,
-    ) -> Result<SocketAddr, HandshakeError> {
-        if !proxy_protocol::is_proxied(&self.admission.settings.proxy_protocol, peer.ip()) {
-            return Ok(peer);
-        }
-        let header = proxy_protocol::read(socket).await;
-        let proxied = header.map_err(HandshakeError::ProxyHeader)?;
-        Ok(proxied.map_or(peer, |proxied| proxied.source))
     }
 
     /// Waits until a handshake may be computed: until one of the limited number is free, and for a turn of the worker. The wait is

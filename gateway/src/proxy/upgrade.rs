@@ -60,6 +60,8 @@ pub async fn forward_upgrade(
     let stream_kind = StreamKind::Upgrade(token.to_owned());
     let opened = peer::open_stream(ctx, &mut head, &stream_kind, false);
     let (opened, moved_to) = with_upgrade_timeout(ctx, opened).await?;
+    // The body that follows may take hours.
+    drop(head);
     let ctx = ctx.moved_to(moved_to.as_ref());
     let mut sender = opened.send;
     let mut answer = pin!(async {

@@ -485,7 +485,8 @@ async fn a_drain_connects_elsewhere_first_and_open_streams_continue() {
         .unwrap();
     assert!(matches!(left, EdgeMessage::Leave { .. }));
     pass_with_stream(&mut send, &mut receive).await;
-    assert_eq!(edge.reader.status().tunnels.len(), 2);
+    let status = edge.reader.status();
+    assert_eq!(status.tunnels.len(), 2, "{status:?}");
     send.end().unwrap();
     assert!(receive.next_chunk().await.is_none());
     pass_until_tunnels(&edge, 1).await;

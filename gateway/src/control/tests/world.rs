@@ -211,15 +211,15 @@ impl World {
         Self::built(&Workers::on_current_runtime(), false, None, settings)
     }
 
-    /// Starts a gateway to which connections from 127.0.0.1 begin with a PROXY header.
-    pub(crate) fn behind_a_balancer() -> Self {
+    /// Starts a gateway to which connections from 127.0.0.1 begin with a PROXY header, with these limits.
+    pub(crate) fn behind_a_balancer(places: TunnelPortLimits) -> Self {
         let settings = config::Tunnel {
             proxy_protocol: vec!["127.0.0.1/32".parse().unwrap()],
             hello_timeout: LONG,
             ..impatient()
         };
-        let settings = (settings, TunnelPortLimits::default());
-        Self::built(&Workers::on_current_runtime(), false, None, settings)
+        let workers = Workers::on_current_runtime();
+        Self::built(&workers, false, None, (settings, places))
     }
 
     /// Starts a gateway that waits long for the hello of an edge.

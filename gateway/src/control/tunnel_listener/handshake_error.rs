@@ -50,10 +50,7 @@ impl HandshakeError {
     /// Returns the metric label of the error, and whether the error needs the operator's attention.
     pub(super) fn classify(&self) -> (&'static str, bool) {
         let error = match self {
-            // A balancer's health check ends its connection without a header.
-            Self::ProxyHeader(error) => {
-                return ("proxy", error.kind() != io::ErrorKind::UnexpectedEof);
-            }
+            Self::ProxyHeader(_) => return ("proxy", true),
             Self::TooSlow(_) => return ("timeout", false),
             Self::Peer(_) => return ("certificate", true),
             Self::Stopping => return ("draining", false),

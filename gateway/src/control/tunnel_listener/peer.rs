@@ -76,8 +76,8 @@ impl HandshakeContext {
     }
 }
 
-/// Serves streams of this gateway until the connection ends, until the certificate of the other gateway is
-/// rejected, or until this gateway drains and needs the connection no longer.
+/// Serves the streams of another gateway until the connection ends, until the certificate of that gateway is rejected, or until
+/// this gateway drains and needs the connection no longer.
 pub(crate) async fn serve_streams<S: AsyncRead + AsyncWrite + Unpin>(
     (mut connection, from): (EdgeSide<S>, ForwardingGateway),
     feed: &NodeFeed,

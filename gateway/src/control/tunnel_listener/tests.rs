@@ -290,19 +290,23 @@ async fn nonsense_instead_of_tls_is_refused_without_ado() {
     world.until(|world| world.counted(why)).await;
 }
 
-/// A PROXY v2 header from 192.0.2.7:4000.
-const PROXY_HEADER: &[u8] =
-    b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c\xc0\0\x02\x07\x7f\0\0\x01\x0f\xa0\x28\x16";
+/// Connects with a PROXY v2 header whose source is port 4000 of 192.0.2.`host`.
+async fn connect_by_balancer(world: &World, host: u8) -> TcpStream {
+    let start = b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c";
+    let addresses = [192, 0, 2, host, 127, 0, 0, 1, 0x0f, 0xa0, 0x28, 0x16];
+    let header = [&start[..], &addresses].concat();
+    let mut tcp = TcpStream::connect(world.address).await.unwrap();
+    tcp.write_all(&header).await.unwrap();
+    tcp
+}
 
 #[tokio::test]
 async fn the_header_of_a_listed_balancer_gives_the_address_of_an_edge() {
-    let world = World::behind_a_balancer();
-    let mut tcp = TcpStream::connect(world.address).await.unwrap();
-    tcp.write_all(PROXY_HEADER).await.unwrap();
+    let world = World::behind_a_balancer(TunnelPortLimits::default());
+    let tcp = connect_by_balancer(&world, 7).await;
     let config = verify::tunnel_client(&world.enrolled("edge-1")).unwrap();
-    let mut edge = FakeEdge::greeted(world.tls_on(tcp, config).await.unwrap())
-        .await
-        .unwrap();
+    let io = world.tls_on(tcp, config).await.unwrap();
+    let mut edge = FakeEdge::greeted(io).await.unwrap();
     let hello = EdgeMessage::Welcome(Box::new(welcome("a", 0)));
     edge.control.send(&hello).await.unwrap();
     assert_eq!(edge.hear().await, GatewayMessage::Registered);
@@ -311,8 +315,36 @@ async fn the_header_of_a_listed_balancer_gives_the_address_of_an_edge() {
 }
 
 #[tokio::test]
+async fn silent_connections_of_one_source_behind_a_balancer_evict_each_other() {
+    let world = World::behind_a_balancer(TunnelPortLimits {
+        arriving: 4,
+        ..TunnelPortLimits::default()
+    });
+    let config = verify::tunnel_client(&world.enrolled("edge-1")).unwrap();
+    let slow = connect_by_balancer(&world, 7).await;
+    // The gateway has read the header of the first connection when a later one has finished TLS.
+    let tcp = connect_by_balancer(&world, 8).await;
+    drop(world.tls_on(tcp, config.clone()).await.unwrap());
+    let mut silent = Vec::new();
+    for _ in 0..20 {
+        silent.push(connect_by_balancer(&world, 9).await);
+    }
+    let newest = silent.pop().unwrap();
+    assert!(world.tls_on(newest, config.clone()).await.is_ok());
+    assert!(world.tls_on(slow, config).await.is_ok());
+}
+
+#[tokio::test]
+async fn a_health_check_of_a_balancer_is_an_ordinary_end() {
+    let world = World::behind_a_balancer(TunnelPortLimits::default());
+    drop(TcpStream::connect(world.address).await.unwrap());
+    let why = r#"handshakes_failed_total{listener="tunnel",why="peer_gone"} 1"#;
+    world.until(|world| world.counted(why)).await;
+}
+
+#[tokio::test]
 async fn a_connection_of_a_listed_balancer_without_a_header_is_refused() {
-    let world = World::behind_a_balancer();
+    let world = World::behind_a_balancer(TunnelPortLimits::default());
     let config = verify::tunnel_client(&world.enrolled("edge-1")).unwrap();
     assert!(world.tls(config).await.is_err());
     let why = r#"handshakes_failed_total{listener="tunnel",why="proxy"} 1"#;
@@ -322,8 +354,7 @@ async fn a_connection_of_a_listed_balancer_without_a_header_is_refused() {
 #[tokio::test]
 async fn the_header_of_an_unlisted_peer_is_refused() {
     let world = World::start();
-    let mut tcp = TcpStream::connect(world.address).await.unwrap();
-    tcp.write_all(PROXY_HEADER).await.unwrap();
+    let tcp = connect_by_balancer(&world, 7).await;
     let config = verify::tunnel_client(&world.enrolled("edge-1")).unwrap();
     assert!(world.tls_on(tcp, config).await.is_err());
     let why = r#"handshakes_failed_total{listener="tunnel",why="protocol"} 1"#;

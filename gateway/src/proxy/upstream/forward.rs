@@ -355,6 +355,7 @@ async fn ask(
     let mut head = head.clone();
     head::to_http2(&mut head, &ctx.route.target, "https");
     let opened = tunnel.send_request(&head, end_stream).await;
+    drop(head);
     let opened = opened.map_err(|error| {
         if matches!(error, StreamError::Lost { .. } | StreamError::Reset { .. }) {
             // The connection accepts no new streams; open streams continue.

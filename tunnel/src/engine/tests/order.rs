@@ -17,7 +17,7 @@ use bytes::Bytes;
 use futures_util::future::{join, join3};
 use std::{
     future::{Future, poll_fn},
-    pin::Pin,
+    pin::{Pin, pin},
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering::Relaxed},
@@ -564,6 +564,49 @@ async fn an_idle_connection_keeps_no_buffers() {
         _ = serve => unreachable!(),
     }
     drop(sender);
+    assert_eq!(connection.buffered_memory(), 0);
+}
+
+/// The next request often follows the last one at once.
+#[tokio::test(start_paused = true)]
+async fn buffers_stay_behind_requests_until_two_pings() {
+    let (near, far) = tokio::io::duplex(10_000);
+    let (mut sender, mut connection) = client::handshake(near).await.unwrap();
+    let mut ping_pong = connection.ping_pong().unwrap();
+    let serve = async {
+        let mut connection = server::handshake(far).await.unwrap();
+        while let Some(request) = connection.accept().await {
+            let (_, mut respond) = request.unwrap();
+            respond
+                .send_response(http::Response::new(()), true)
+                .unwrap();
+        }
+    };
+    let mut serve = pin!(serve);
+    // A control stream stays open, as on a tunnel.
+    let head = http::Request::post("http://a/").body(()).unwrap();
+    let (_control, _send) = sender.send_request(&head, false).unwrap();
+    let request = async {
+        let (response, _) = sender.send_request(&head, true).unwrap();
+        response.await.unwrap();
+    };
+    tokio::select! {
+        () = request => {}
+        _ = &mut connection => unreachable!(),
+        () = &mut serve => unreachable!(),
+    }
+    assert!(connection.buffered_memory() > 0);
+    let pings = async {
+        for _ in 0..2 {
+            ping_pong.send_ping(super::super::Ping::opaque()).unwrap();
+            poll_fn(|cx| ping_pong.poll_pong(cx)).await.unwrap();
+        }
+    };
+    tokio::select! {
+        () = pings => {}
+        _ = &mut connection => unreachable!(),
+        () = &mut serve => unreachable!(),
+    }
     assert_eq!(connection.buffered_memory(), 0);
 }
 
