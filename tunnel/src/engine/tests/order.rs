@@ -575,6 +575,8 @@ async fn buffers_stay_behind_requests_until_two_pings() {
     let mut ping_pong = connection.ping_pong().unwrap();
     let serve = async {
         let mut connection = server::handshake(far).await.unwrap();
+        // A control stream stays open, as on a tunnel.
+        let _control = connection.accept().await.unwrap().unwrap();
         while let Some(request) = connection.accept().await {
             let (_, mut respond) = request.unwrap();
             respond
@@ -583,7 +585,6 @@ async fn buffers_stay_behind_requests_until_two_pings() {
         }
     };
     let mut serve = pin!(serve);
-    // A control stream stays open, as on a tunnel.
     let head = http::Request::post("http://a/").body(()).unwrap();
     let (_control, _send) = sender.send_request(&head, false).unwrap();
     let request = async {
