@@ -15,7 +15,7 @@ use tokio::{
 /// hold the connection for this time.
 const LINGER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum number of bytes to discard. It is more than a head, which follows a handshake; a body is not waited for.
-pub(crate) const MAX_DISCARDED_BYTES: u64 = 128 * 1024;
+const MAX_DISCARDED_BYTES: u64 = 128 * 1024;
 
 /// Ends the writing half, and drops the connection once its peer has closed it, at most after 2 s or 128 KiB.
 pub async fn close<S: AsyncRead + AsyncWrite + Unpin>(mut io: S) {

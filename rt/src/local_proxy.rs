@@ -6,8 +6,8 @@
 //! [`HttpExchange`]. All other requests are answered here with their reason. So are requests with a path alone, which a web page
 //! can make a browser send to any port of its machine.
 
+mod client_io;
 mod http_exchange;
-mod one_request;
 
 use crate::{http_fields::is_valid_length, lingering_close, socket::PrefixedStream};
 use bytes::{Buf, BytesMut};
@@ -22,7 +22,6 @@ use hyper::{
     header::{CONTENT_LENGTH, HOST, HeaderName, HeaderValue, TRANSFER_ENCODING},
     http::uri::{Authority, PathAndQuery},
 };
-use one_request::OneRequest;
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, SocketAddr},
@@ -188,9 +187,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ProxyRequest<S> {
                     // The client is gone if this fails.
                     let _ = socks.reply_error(&failure.reply()).await;
                 }
-                Client::Connect(io) => respond(io, failure.status(), reason).await,
-                Client::Http(exchange) => {
-                    respond(exchange.client, failure.status(), reason).await;
+                Client::Connect(io) | Client::Http(HttpExchange { client: io, .. }) => {
+                    respond(io, failure.status(), reason).await;
                 }
             }
         };
@@ -239,8 +237,8 @@ async fn read_http<S: AsyncRead + AsyncWrite + Unpin>(
             received.advance(head_bytes);
             Client::Connect(PrefixedStream::new(received.freeze(), io))
         }
-        HttpRequestKind::Forward(place, length) => Client::Http(HttpExchange {
-            client: OneRequest::new(PrefixedStream::new(received.freeze(), io), length),
+        HttpRequestKind::Forward(place) => Client::Http(HttpExchange {
+            client: PrefixedStream::new(received.freeze(), io),
             place,
         }),
     };
@@ -259,8 +257,8 @@ struct HttpRequest {
 enum HttpRequestKind {
     /// CONNECT. The bytes behind the head are for the destination.
     Connect { head_bytes: usize },
-    /// Request for a URL with `http://`, and its maximum number of bytes.
-    Forward(UrlPlace, u64),
+    /// Request for a URL with `http://`.
+    Forward(UrlPlace),
 }
 
 /// Reason why an HTTP request cannot be served.
@@ -307,7 +305,7 @@ fn parse_http(received: &[u8]) -> Result<Option<HttpRequest>, HttpRejection> {
     let url = Uri::from_str(target).map_err(|_| invalid())?;
     let authority = url.authority().ok_or_else(invalid)?;
     let (host, port) = parse_authority(authority.as_str(), Some(80)).ok_or_else(invalid)?;
-    let body_bytes = max_body_bytes(&request).map_err(HttpRejection::Ambiguous)?;
+    check_unambiguous(&request).map_err(HttpRejection::Ambiguous)?;
     // RFC 9112 sections 3.2.1 and 3.2.4. The parsed URL does not tell whether its path is missing.
     let has_no_path = target.len() == "http://".len() + authority.as_str().len();
     let path = if has_no_path && method == Method::OPTIONS.as_str() {
@@ -315,12 +313,10 @@ fn parse_http(received: &[u8]) -> Result<Option<HttpRequest>, HttpRejection> {
     } else {
         url.path_and_query().cloned().ok_or_else(invalid)?
     };
-    let place = UrlPlace {
+    let kind = HttpRequestKind::Forward(UrlPlace {
         authority: HeaderValue::from_str(authority.as_str()).map_err(|_| invalid())?,
         target: Uri::from(path),
-    };
-    let length = body_bytes.saturating_add(head_bytes as u64);
-    let kind = HttpRequestKind::Forward(place, length);
+    });
     Ok(Some(HttpRequest { host, port, kind }))
 }
 
@@ -344,9 +340,8 @@ fn parse_authority(text: &str, default_port: Option<u16>) -> Option<(String, u16
     (is_host(host) && port != 0).then(|| (host.to_owned(), port))
 }
 
-/// Returns the maximum number of bytes of a request's body: the chunks alone tell the end of a chunked one. Refuses a request that
-/// two parsers could read differently (RFC 9112 sections 3.2 and 6.3).
-fn max_body_bytes(request: &httparse::Request<'_, '_>) -> Result<u64, &'static str> {
+/// Refuses a request that two parsers could read differently (RFC 9112 sections 3.2 and 6.3).
+fn check_unambiguous(request: &httparse::Request<'_, '_>) -> Result<(), &'static str> {
     let values = |name: HeaderName| {
         let fields = request.headers.iter();
         let fields = fields.filter(move |field| field.name.eq_ignore_ascii_case(name.as_str()));
@@ -359,13 +354,9 @@ fn max_body_bytes(request: &httparse::Request<'_, '_>) -> Result<u64, &'static s
     }
     let (mut lengths, mut codings) = (values(CONTENT_LENGTH), values(TRANSFER_ENCODING));
     match (lengths.next(), codings.next()) {
-        (None, None) => Ok(0),
         (Some(_), Some(_)) => Err("the request has both Content-Length and Transfer-Encoding"),
-        (Some(length), None) => {
-            let is_valid = is_valid_length(length) && lengths.next().is_none();
-            let digits = str::from_utf8(length).ok().filter(|_| is_valid);
-            let length = digits.and_then(|digits| digits.parse().ok());
-            length.ok_or("the request has an invalid Content-Length")
+        (Some(length), None) if !is_valid_length(length) || lengths.next().is_some() => {
+            Err("the request has an invalid Content-Length")
         }
         (None, Some(coding))
             if !is_http_11
@@ -374,7 +365,7 @@ fn max_body_bytes(request: &httparse::Request<'_, '_>) -> Result<u64, &'static s
         {
             Err("a Transfer-Encoding must be chunked and nothing else")
         }
-        (None, Some(_)) => Ok(u64::MAX),
+        _ => Ok(()),
     }
 }
 

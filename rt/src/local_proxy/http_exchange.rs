@@ -4,7 +4,11 @@
 //! removed. Both connections close behind the response: a later request could be for another host. A message that breaks in the
 //! middle is a reset for its receiver, also if the receiver could take it for complete.
 
-use super::{ANSWER_TIMEOUT, one_request::OneRequest, respond};
+use super::{
+    ANSWER_TIMEOUT,
+    client_io::{ClientBody, ClientIo, RequestState},
+    respond,
+};
 use crate::{
     copy::CopyOutcome,
     http_fields::{normalize_response_framing, set_host, strip_hop_by_hop},
@@ -24,7 +28,7 @@ use hyper::{
     service::service_fn,
 };
 use hyper_util::rt::TokioIo;
-use std::{error::Error as _, io, time::Duration};
+use std::{error::Error as _, future::poll_fn, io, task::Poll, time::Duration};
 use thiserror::Error;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
@@ -38,7 +42,7 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Request of a program for a URL with `http://`, whose destination is connected.
 pub struct HttpExchange<S> {
     /// Connection of the program, with the request in front.
-    pub(super) client: OneRequest<PrefixedStream<S>>,
+    pub(super) client: PrefixedStream<S>,
     /// Place of the URL.
     pub(super) place: UrlPlace,
 }
@@ -76,7 +80,7 @@ enum ExchangeEnd {
         reason: String,
     },
     /// The program aborted.
-    Client(hyper::Error),
+    Client(io::Error),
     /// The response broke off.
     Upstream(hyper::Error),
 }
@@ -88,10 +92,12 @@ impl<S: AsyncRead + AsyncWrite + ResetOnClose + Unpin> HttpExchange<S> {
     where
         U: AsyncRead + AsyncWrite + ResetOnClose + Unpin,
     {
-        let mut client = ResetUnlessComplete::new(self.client);
+        let state = RequestState::default();
+        let client = ClientIo::new(self.client, state.clone());
+        let mut client = ResetUnlessComplete::new(client);
         let mut upstream = ResetUnlessComplete::new(upstream);
         let ends = (&mut client.socket, &mut upstream.socket);
-        match exchange(ends, &self.place).await {
+        match exchange(ends, &self.place, &state).await {
             ExchangeEnd::Complete { has_request } => {
                 client.complete();
                 let closing_client = lingering_close::close(&mut client.socket);
@@ -119,13 +125,17 @@ impl<S: AsyncRead + AsyncWrite + ResetOnClose + Unpin> HttpExchange<S> {
                 let _ = timeout(ANSWER_TIMEOUT, answering).await;
                 outcome(io::Error::other(reason))
             }
-            ExchangeEnd::Client(error) => CopyOutcome::Socket(io::Error::other(error)),
+            ExchangeEnd::Client(error) => CopyOutcome::Socket(error),
             ExchangeEnd::Upstream(error) => CopyOutcome::Stream(io::Error::other(error)),
         }
     }
 }
 
-async fn exchange<C, U>((client, upstream): (&mut C, &mut U), place: &UrlPlace) -> ExchangeEnd
+async fn exchange<C, U>(
+    (client, upstream): (&mut C, &mut U),
+    place: &UrlPlace,
+    state: &RequestState,
+) -> ExchangeEnd
 where
     C: AsyncRead + AsyncWrite + Unpin,
     U: AsyncRead + AsyncWrite + Unpin,
@@ -139,7 +149,7 @@ where
     };
     let sender = Mutex::new(sender);
     let service = service_fn(|request| {
-        let (sender, request) = (&sender, into_upstream_request(request, place));
+        let (sender, request) = (&sender, into_upstream_request(request, place, state));
         async move {
             let sent = sender.lock().await.send_request(request).await;
             into_client_response(sent.map_err(ExchangeError::from_send_error)?)
@@ -162,6 +172,10 @@ where
                 connection = None;
             }
             served = &mut serving => break served,
+            // Only `serving` changes this state, so nothing has to wake the task.
+            () = poll_fn(|_| if state.is_client_gone() { Poll::Ready(()) } else { Poll::Pending }) => {
+                return ExchangeEnd::Client(io::ErrorKind::ConnectionAborted.into());
+            }
         }
     };
     // Ends the body of a request whose response came before the destination had read it.
@@ -187,7 +201,7 @@ fn failed_end(error: hyper::Error) -> ExchangeEnd {
             reason: cause.to_string(),
         },
         None if error.is_user() => ExchangeEnd::Upstream(error),
-        None => ExchangeEnd::Client(error),
+        None => ExchangeEnd::Client(io::Error::other(error)),
     }
 }
 
@@ -203,7 +217,11 @@ impl ExchangeError {
 
 /// Returns the request in the form for the destination itself (RFC 9112 section 3.2.1). The URL decides about the host, not
 /// `Host`.
-fn into_upstream_request(mut request: Request<Incoming>, place: &UrlPlace) -> Request<Incoming> {
+fn into_upstream_request(
+    mut request: Request<Incoming>,
+    place: &UrlPlace,
+    state: &RequestState,
+) -> Request<ClientBody> {
     *request.uri_mut() = place.target.clone();
     *request.version_mut() = Version::HTTP_11;
     let is_at_end = request.body().is_end_stream();
@@ -223,7 +241,7 @@ fn into_upstream_request(mut request: Request<Incoming>, place: &UrlPlace) -> Re
         // Without this, hyper sends GET and HEAD without their bodies.
         fields.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
     }
-    request
+    request.map(|body| ClientBody::new(body, state.clone()))
 }
 
 fn into_client_response(
