@@ -174,8 +174,8 @@ pub fn set_tunnel_options(tcp: &TcpStream) {
 #[derive(Debug)]
 pub struct IoActivity {
     created_at: Instant,
-    last_read_us: AtomicU64,
-    last_write_us: AtomicU64,
+    last_read_ns: AtomicU64,
+    last_write_ns: AtomicU64,
     bytes_read: AtomicU64,
 }
 
@@ -183,8 +183,8 @@ impl Default for IoActivity {
     fn default() -> Self {
         Self {
             created_at: Instant::now(),
-            last_read_us: AtomicU64::new(0),
-            last_write_us: AtomicU64::new(0),
+            last_read_ns: AtomicU64::new(0),
+            last_write_ns: AtomicU64::new(0),
             bytes_read: AtomicU64::new(0),
         }
     }
@@ -193,12 +193,12 @@ impl Default for IoActivity {
 impl IoActivity {
     /// Returns the time of the last read, at first the beginning of the connection.
     pub fn last_read(&self) -> Instant {
-        self.created_at + Duration::from_micros(self.last_read_us.load(Relaxed))
+        self.created_at + Duration::from_nanos(self.last_read_ns.load(Relaxed))
     }
 
     /// Returns the time of the last write, at first the beginning of the connection.
     pub fn last_written(&self) -> Instant {
-        self.created_at + Duration::from_micros(self.last_write_us.load(Relaxed))
+        self.created_at + Duration::from_nanos(self.last_write_ns.load(Relaxed))
     }
 
     /// Returns the number of bytes read so far.
@@ -213,7 +213,8 @@ impl IoActivity {
     }
 
     fn touch(&self, timestamp: &AtomicU64) {
-        let age = self.created_at.elapsed().as_micros();
+        // Exact, so that a read never seems to be older than a probe that it answers at once.
+        let age = self.created_at.elapsed().as_nanos();
         timestamp.store(u64::try_from(age).unwrap_or(u64::MAX), Relaxed);
     }
 }
@@ -272,7 +273,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for CountedIo<S> {
         let polled = Pin::new(this.io()?).poll_read(cx, buf);
         let read = buf.filled().len() - before;
         if read > 0 {
-            this.traffic.touch(&this.traffic.last_read_us);
+            this.traffic.touch(&this.traffic.last_read_ns);
             this.traffic.add_read(read as u64);
         }
         polled
@@ -288,7 +289,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for CountedIo<S> {
         let this = self.get_mut();
         let polled = Pin::new(this.io()?).poll_write(cx, buf);
         if matches!(polled, Poll::Ready(Ok(1..))) {
-            this.traffic.touch(&this.traffic.last_write_us);
+            this.traffic.touch(&this.traffic.last_write_ns);
         }
         polled
     }
@@ -309,7 +310,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for CountedIo<S> {
         let this = self.get_mut();
         let polled = Pin::new(this.io()?).poll_write_vectored(cx, bufs);
         if matches!(polled, Poll::Ready(Ok(1..))) {
-            this.traffic.touch(&this.traffic.last_write_us);
+            this.traffic.touch(&this.traffic.last_write_ns);
         }
         polled
     }

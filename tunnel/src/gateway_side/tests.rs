@@ -599,6 +599,18 @@ async fn a_silent_tunnel_is_suspect_after_10_s_and_closed_after_15_s() {
     assert!(!tunnel.is_open());
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_probe_may_be_answered_within_the_microsecond_in_which_it_is_sent() {
+    let (tunnel, mut ended, mut edge) = pair(GatewaySideConfig::default()).await;
+    ended
+        .tasks
+        .spawn(async move { while edge.next_stream().await.is_ok() {} });
+    // All later times are between two microseconds of the connection's age.
+    tokio::time::advance(Duration::from_nanos(500)).await;
+    tokio::time::sleep(Duration::from_mins(1)).await;
+    assert!(tunnel.is_open() && !tunnel.is_suspect());
+}
+
 /// Copies bytes, at 512 bytes per second while `slow` is set.
 async fn trickle(
     mut from: impl AsyncRead + Unpin,
