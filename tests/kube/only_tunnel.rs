@@ -96,50 +96,96 @@ fn always_ready(recorder: &Recorder, since: Duration) {
 
 fn a_kubelet_survives_restarts_of_the_gateway(scene: &mut Scene) {
     let recorder = scene.recorder("a kubelet that has only the tunnel");
-    recorder.sees((NODE, Duration::ZERO), "ready", State::is_ready);
-    pod_runs(scene, "first");
-    scene.services("listed", thousands());
-    let mut informer = Informer::start(scene);
-    informer.process.says("\"synced\"");
-    scene.services("watched", thousands());
-    informer.sees_all(scene);
-    only_the_tunnel_is_open(&scene.nodes[0]);
+    let mut site = Site::start(scene, recorder, "kubelet");
+    site.survives_restart();
+    site.survives_kill();
+    let next = site.recorder.mark("another gateway takes over");
+    site.scene.gateway_is_replaced();
+    renews(&site.recorder, next, "the start of the next gateway");
+    site.recorder.until(site.begun + lasts(0, 600));
+    site.works("last");
+    let failed = failed_requests(&site.scene.nodes[0]);
+    site.end().mark(failed);
+}
 
-    let begun = recorder.mark("all is ready");
-    recorder.until(begun + lasts(15, 180));
-    let asked = recorder.mark("the gateway is asked to stop");
-    scene.gateway_stops();
-    let ended = recorder.mark("the gateway has ended");
-    scene.services("missed", 20);
-    scene.gateway_starts();
-    renews(&recorder, asked, "the request to stop");
-    renews(&recorder, ended, "the end of the gateway");
-    informer.sees_all(scene);
-    pod_runs(scene, "second");
+/// A node that has only the tunnel, with its kubelet, an informer of all Services, and what a user does there.
+struct Site<'a> {
+    scene: &'a mut Scene,
+    recorder: Recorder,
+    informer: Informer,
+    /// Begins the names of pods and Services.
+    prefix: &'static str,
+    /// Time since which the node must be ready.
+    begun: Duration,
+}
 
-    recorder.until(ended + lasts(15, 180));
-    let killed = recorder.mark("the gateway is killed");
-    scene.gateway_dies();
-    scene.services("missed-again", 20);
-    // Longer than the edge waits for a gateway.
-    recorder.until(killed + Duration::from_secs(15));
-    scene.gateway_starts();
-    let back = recorder.mark("the gateway runs again");
-    renews(&recorder, killed, "the kill");
-    renews(&recorder, back, "the start");
-    informer.sees_all(scene);
-    pod_runs(scene, "third");
+impl<'a> Site<'a> {
+    fn start(scene: &'a mut Scene, recorder: Recorder, prefix: &'static str) -> Self {
+        recorder.sees((NODE, Duration::ZERO), "ready", State::is_ready);
+        pod_runs(scene, &format!("{prefix}-first"));
+        scene.services(&format!("{prefix}-listed"), thousands());
+        let mut informer = Informer::start(scene);
+        informer.process.says("\"synced\"");
+        scene.services(&format!("{prefix}-watched"), thousands());
+        informer.sees_all(scene);
+        only_the_tunnel_is_open(&scene.nodes[0]);
+        let begun = recorder.mark("all is ready");
+        Self {
+            scene,
+            recorder,
+            informer,
+            prefix,
+            begun,
+        }
+    }
 
-    let next = recorder.mark("another gateway takes over");
-    scene.gateway_is_replaced();
-    renews(&recorder, next, "the start of the next gateway");
-    recorder.until(begun + lasts(0, 600));
-    scene.services("last", 20);
-    informer.sees_all(scene);
-    pod_runs(scene, "fourth");
-    only_the_tunnel_is_open(&scene.nodes[0]);
-    always_ready(&recorder, begun);
-    recorder.mark(failed_requests(&scene.nodes[0]));
+    /// Stops the gateway, changes Services while it is away, and starts it.
+    fn survives_restart(&mut self) {
+        self.recorder.until(self.begun + lasts(15, 180));
+        let asked = self.recorder.mark("the gateway is asked to stop");
+        self.scene.gateway_stops();
+        let ended = self.recorder.mark("the gateway has ended");
+        self.misses("restart");
+        self.scene.gateway_starts();
+        renews(&self.recorder, asked, "the request to stop");
+        renews(&self.recorder, ended, "the end of the gateway");
+        self.works("restarted");
+        self.recorder.until(ended + lasts(15, 180));
+    }
+
+    /// Kills the gateway, and changes Services for longer than the edge waits for a gateway.
+    fn survives_kill(&mut self) {
+        let killed = self.recorder.mark("the gateway is killed");
+        self.scene.gateway_dies();
+        self.misses("kill");
+        self.recorder.until(killed + Duration::from_secs(15));
+        self.scene.gateway_starts();
+        let back = self.recorder.mark("the gateway runs again");
+        renews(&self.recorder, killed, "the kill");
+        renews(&self.recorder, back, "the start");
+        self.works("killed");
+    }
+
+    /// Creates Services of which the node does not learn yet.
+    fn misses(&self, when: &str) {
+        let name = format!("{}-missed-by-{when}", self.prefix);
+        self.scene.services(&name, 20);
+    }
+
+    /// Checks that the node learns of all Services, and runs a new pod.
+    fn works(&self, when: &str) {
+        let name = format!("{}-{when}", self.prefix);
+        self.scene.services(&name, 20);
+        self.informer.sees_all(self.scene);
+        pod_runs(self.scene, &name);
+    }
+
+    /// Checks that the node used only the tunnel, and was always ready.
+    fn end(self) -> Recorder {
+        only_the_tunnel_is_open(&self.scene.nodes[0]);
+        always_ready(&self.recorder, self.begun);
+        self.recorder
+    }
 }
 
 /// Runs a new pod, whose log and shell a user reaches.
@@ -320,40 +366,11 @@ fn a_yurthub_survives_restarts_of_the_gateway(scene: &mut Scene) {
     let recorder = scene.recorder("a kubelet behind a YurtHub that has only the tunnel");
     let begun = recorder.mark("the kubelet is behind its YurtHub");
     renews(&recorder, begun, "the start of the kubelet");
-    recorder.sees((NODE, begun), "ready", State::is_ready);
-    pod_runs(scene, "behind-a-hub");
-    scene.services("hub-listed", thousands());
-    let mut informer = Informer::start(scene);
-    informer.process.says("\"synced\"");
-    scene.services("hub-watched", thousands());
-    informer.sees_all(scene);
-    only_the_tunnel_is_open(&scene.nodes[0]);
-
-    recorder.until(begun + lasts(15, 180));
-    let asked = recorder.mark("the gateway is asked to stop");
-    scene.gateway_stops();
-    let ended = recorder.mark("the gateway has ended");
-    scene.services("hub-missed", 20);
-    scene.gateway_starts();
-    renews(&recorder, asked, "the request to stop");
-    renews(&recorder, ended, "the end of the gateway");
-    informer.sees_all(scene);
-    pod_runs(scene, "behind-a-hub-again");
-
-    recorder.until(ended + lasts(15, 180));
-    let killed = recorder.mark("the gateway is killed");
-    scene.gateway_dies();
-    scene.services("hub-missed-again", 20);
-    recorder.until(killed + Duration::from_secs(15));
-    scene.gateway_starts();
-    let back = recorder.mark("the gateway runs again");
-    renews(&recorder, killed, "the kill");
-    renews(&recorder, back, "the start");
-    recorder.until((back + lasts(15, 0)).max(begun + lasts(0, 600)));
-    scene.services("hub-last", 20);
-    informer.sees_all(scene);
-    pod_runs(scene, "behind-a-hub-last");
-    only_the_tunnel_is_open(&scene.nodes[0]);
-    always_ready(&recorder, begun);
+    let mut site = Site::start(scene, recorder, "hub");
+    site.survives_restart();
+    site.survives_kill();
+    site.recorder.until(site.begun + lasts(30, 600));
+    site.works("last");
+    site.end();
     drop(hub);
 }
