@@ -7,8 +7,8 @@ pub(crate) mod operator;
 use std::path::PathBuf;
 
 pub(crate) use access::{
-    AccessCommand, Connect, Forward, LocalProxy, Login, Nodes, NodesFormat, ProfileArg, Ssh,
-    SshConfig,
+    AccessCommand, Connect, Forward, ForwardNode, LocalProxy, Login, Nodes, NodesFormat, PortPair,
+    ProfileArg, Ssh, SshConfig,
 };
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 

@@ -74,14 +74,13 @@ impl Events {
         outln!("{text}")
     }
 
-    /// Prints that a session to a target begins.
-    pub(crate) fn connection(&self, peer: SocketAddr, target: &str) {
+    /// Prints that a session to a target begins, with `text` for people.
+    pub(crate) fn connection(&self, peer: SocketAddr, target: &str, text: &str) {
         if self.json {
             let line = json!({"event": "connection", "peer": peer, "target": target});
             self.print(Line::Output(line.to_string()));
         } else if self.is_terminal {
-            let line = format!("Handling connection from {peer} to {target}");
-            self.print(Line::Output(line));
+            self.print(Line::Output(text.to_owned()));
         }
     }
 

@@ -114,11 +114,11 @@ pub(crate) struct SshConfig {
 
 #[derive(Debug, Args)]
 pub(crate) struct Forward {
-    /// Name of the node, without a port
-    #[arg(value_name = "NODE", value_parser = host)]
-    pub(crate) node: String,
+    /// Name of the node; with a port, as in edge-1:5432, this port is forwarded as well
+    #[arg(value_name = "NODE[:PORT]", value_parser = ForwardNode::parse)]
+    pub(crate) node: ForwardNode,
     /// Ports: 5432 for the same port on both sides, 8080:80 for another local port, :9100 for any free local port
-    #[arg(value_name = "[LOCAL:]REMOTE", required = true, value_parser = PortPair::parse)]
+    #[arg(value_name = "[LOCAL:]REMOTE", value_parser = PortPair::parse)]
     pub(crate) ports: Vec<PortPair>,
     /// Local address; other machines can connect if it is not a loopback address
     #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
@@ -133,13 +133,31 @@ pub(crate) struct Forward {
     pub(crate) profile: ProfileArg,
 }
 
-/// Parses the name of a node, or of another host that the gateway reaches, or an address without brackets.
-fn host(text: &str) -> Result<String, String> {
-    let is_name = || host_port(&format!("{text}:1")).is_ok_and(|(host, _)| host == text);
-    if text.parse::<IpAddr>().is_ok() || is_name() {
-        return Ok(text.to_owned());
+/// Node of `forward`, and the port that is written with it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ForwardNode {
+    /// Name of the node, or of another host that the gateway reaches, or an address without brackets.
+    pub(crate) host: String,
+    /// Port to forward.
+    pub(crate) port: Option<u16>,
+}
+
+impl ForwardNode {
+    fn parse(text: &str) -> Result<Self, String> {
+        let is_name = || host_port(&format!("{text}:1")).is_ok_and(|(host, _)| host == text);
+        if text.parse::<IpAddr>().is_ok() || is_name() {
+            return Ok(Self {
+                host: text.to_owned(),
+                port: None,
+            });
+        }
+        let (host, port) = host_port(text)
+            .map_err(|_| "write NODE or NODE:PORT, and further ports as arguments of their own, such as: edge-1:5432 8080:80")?;
+        Ok(Self {
+            host: host.to_owned(),
+            port: Some(port),
+        })
     }
-    Err("write the node and its ports as separate arguments, such as: edge-1 5432 8080:80".into())
 }
 
 /// Local port and port of the node.
@@ -152,6 +170,14 @@ pub(crate) struct PortPair {
 }
 
 impl PortPair {
+    /// Returns the pair with the same port on both sides.
+    pub(crate) fn same(port: u16) -> Self {
+        Self {
+            local: port,
+            remote: port,
+        }
+    }
+
     fn parse(text: &str) -> Result<Self, String> {
         let number = |text: &str| text.parse::<u16>().ok().filter(|port| *port > 0);
         let pair = match text.split_once(':') {
@@ -211,13 +237,24 @@ mod tests {
     }
 
     #[test]
-    fn a_node_has_no_port() {
-        for good in ["edge-1", "printer.edge-1", "10.0.3.7", "2001:db8::1"] {
-            assert_eq!(host(good).as_deref(), Ok(good));
+    fn a_node_may_have_a_port() {
+        let parsed = |text| ForwardNode::parse(text).map(|node| (node.host, node.port));
+        for name in ["edge-1", "printer.edge-1", "10.0.3.7", "2001:db8::1"] {
+            assert_eq!(parsed(name), Ok((name.to_owned(), None)));
         }
-        for bad in ["edge-1:5432", "[2001:db8::1]", "root@edge-1", "edge-1/", ""] {
-            let error = host(bad).unwrap_err();
-            assert!(error.contains("edge-1 5432"), "{bad}: {error}");
+        assert_eq!(parsed("edge-1:5432"), Ok(("edge-1".to_owned(), Some(5432))));
+        let address = ("2001:db8::1".to_owned(), Some(80));
+        assert_eq!(parsed("[2001:db8::1]:80"), Ok(address));
+        for bad in [
+            "edge-1:",
+            "edge-1:0",
+            "[2001:db8::1]",
+            "root@edge-1",
+            "edge-1/",
+            "",
+        ] {
+            let error = parsed(bad).unwrap_err();
+            assert!(error.contains("edge-1:5432 8080:80"), "{bad}: {error}");
         }
     }
 

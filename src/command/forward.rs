@@ -21,7 +21,7 @@ use super::nodes::open_client;
 use crate::access::events::Events;
 use crate::access::gateway_client::{GatewayClient, RequestError, Session};
 use crate::access::relay::relay_socket;
-use crate::cli::Forward;
+use crate::cli::{Forward, ForwardNode, PortPair};
 use crate::signal::Signals;
 
 /// Maximum number of open connections of a local port.
@@ -41,25 +41,38 @@ struct Forwarder {
 
 /// Runs the command until a signal.
 pub(crate) async fn run(args: Forward) -> anyhow::Result<()> {
+    let ForwardNode { host: node, port } = args.node;
+    let ports: Vec<_> = port
+        .map(PortPair::same)
+        .into_iter()
+        .chain(args.ports)
+        .collect();
+    anyhow::ensure!(
+        !ports.is_empty(),
+        "no port to forward; name one, as in: causeway forward {node} 5432"
+    );
     let (_, client) = open_client(&args.profile)?;
     // Before the lines that say that it is ready.
     let signals = Signals::listen()?;
     let forwarder = Arc::new(Forwarder {
         client,
-        node: args.node,
+        node,
         wait: args.wait,
         events: Events::new(args.json),
     });
     let mut accepting = Vec::new();
-    for pair in args.ports {
+    for pair in ports {
         let (listener, local) = listen(SocketAddr::new(args.address, pair.local)).await?;
         let target = forwarder.target(pair.remote);
         let text = format!("Forwarding from {local} -> {}", pair.remote);
         forwarder.events.listening(local, &target, &text)?;
-        let forwarder = forwarder.clone();
+        let (forwarder, local_port) = (forwarder.clone(), local.port());
         accepting.push(serve(listener, move |local, peer| {
             let forwarder = forwarder.clone();
-            async move { forwarder.handle(local, peer, pair.remote).await }
+            async move {
+                let ports = (local_port, pair.remote);
+                forwarder.handle(local, peer, ports).await;
+            }
         }));
     }
     until_signal(signals, join_all(accepting)).await;
@@ -123,11 +136,18 @@ impl Forwarder {
         format!("{}:{port}", self.node)
     }
 
-    async fn handle(&self, local: TcpStream, peer: SocketAddr, port: u16) {
-        let target = self.target(port);
-        match self.open(port).await {
+    async fn handle(
+        &self,
+        local: TcpStream,
+        peer: SocketAddr,
+        (local_port, remote_port): (u16, u16),
+    ) {
+        let target = self.target(remote_port);
+        match self.open(remote_port).await {
             Ok(session) => {
-                self.events.connection(peer, &target);
+                // The words of `kubectl port-forward`.
+                let text = format!("Handling connection for {local_port}");
+                self.events.connection(peer, &target, &text);
                 if let Err(error) = relay_socket(local, session).await {
                     self.events.broken(&target, &error);
                 }

@@ -73,7 +73,8 @@ impl Proxy {
                 return request.refuse(failure(&error), &error.to_string()).await;
             }
         };
-        self.events.connection(peer, &target);
+        let text = format!("Handling connection from {peer} to {target}");
+        self.events.connection(peer, &target, &text);
         let relayed = async {
             let ended = match request.accept().await? {
                 AcceptedClient::Bytes(local) => relay_socket(local, session).await,

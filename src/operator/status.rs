@@ -574,6 +574,20 @@ mod tests {
     }
 
     #[test]
+    fn nodes_whose_health_checks_fail_have_a_line_each() {
+        let edges = [
+            json!({ "node": "edge-1" }),
+            json!({ "node": "edge-2", "unhealthy_ports": [9100] }),
+            json!({ "node": "edge-3", "unhealthy_ports": [443, 9100] }),
+        ];
+        let expected = [
+            "unhealthy: the health check fails at edge-2, port 9100",
+            "unhealthy: the health check fails at edge-3, ports 443, 9100",
+        ];
+        assert_eq!(unhealthy_lines(&edges), expected);
+    }
+
+    #[test]
     fn an_edge_shows_its_egress_listeners_and_the_last_failure() {
         let listeners = json!([
             { "listen": "127.0.0.1:6443", "to": "kube-apiserver:443" },

@@ -223,7 +223,7 @@ async fn read_all(wire: &mut (impl tokio::io::AsyncRead + Unpin)) -> String {
 
 /// Listener for a set of nodes, client, and the outcomes of several connections: names of nodes, or a refusal. TCP has
 /// no error messages.
-const MEMBERS: [(&str, &str, &[&str]); 21] = [
+const MEMBERS: [(&str, &str, &[&str]); 23] = [
     ("pool", "team-a", &["edge-1"]),
     ("pool", "team-b", &["edge-2"]),
     ("pool", "robot", &["edge-1", "edge-2"]),
@@ -245,6 +245,8 @@ const MEMBERS: [(&str, &str, &[&str]); 21] = [
     ("tcp pool", "robot", &[""]),
     ("tcp pool", "anonymous", &[""]),
     ("open tcp pool", "anonymous", &[""]),
+    ("tcp nodes", "robot", &["edge-2"]),
+    ("tcp nodes", "team-c", &[""]),
 ];
 
 /// Starts the gateway with its listeners for sets of nodes.
@@ -265,6 +267,10 @@ async fn site_of_sets() -> Site {
         port: Some(9100),
         ..listener
     };
+    let tcp_nodes = Listener {
+        port: Some(9200),
+        ..nodes(listener("tcp nodes", ListenerProtocol::Tcp))
+    };
     let https = |name: &str| with_tokens(&build, listener(name, ListenerProtocol::Https));
     let open = with_tokens(&build, anonymous("open labels", ListenerProtocol::Https));
     let listeners = [
@@ -274,6 +280,7 @@ async fn site_of_sets() -> Site {
         labels(open),
         pool(listener("tcp pool", ListenerProtocol::Tcp), 9200),
         pool(anonymous("open tcp pool", ListenerProtocol::Tcp), 9200),
+        tcp_nodes,
     ];
     let build = listeners.into_iter().fold(build, Build::listener);
     Box::pin(Site::start(build)).await
@@ -287,7 +294,7 @@ async fn members_at_listeners_for_sets_of_nodes() {
         let mut found = BTreeSet::new();
         for _ in 0..4 {
             found.insert(match listener {
-                "tcp pool" => match client.tls_stream(GATEWAY_NAME, &[]).await {
+                "tcp pool" | "tcp nodes" => match client.tls_stream(GATEWAY_NAME, &[]).await {
                     Ok(mut wire) => read_all(&mut wire).await,
                     Err(_) => String::new(),
                 },

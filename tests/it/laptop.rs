@@ -554,7 +554,17 @@ async fn forward_keeps_its_ports_while_the_node_is_away() {
         event["reason"].as_str().unwrap().contains("not connected"),
         "{event}"
     );
-    // This one waits for the node.
+    // This one waits for the node, which does not come in time.
+    let mut impatient = command(&home, "forward edge-1 :9100 --wait 1s --json").start();
+    let address = opened(&mut impatient).await;
+    let error = exchange(address, "none").await.unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+    let event = impatient.json().await;
+    assert_eq!(event["event"], "refused", "{event}");
+    assert!(
+        event["reason"].as_str().unwrap().contains("not connected"),
+        "{event}"
+    );
     let mut waiting_forward = command(&home, "forward edge-1 :9100 --wait 2m --json").start();
     let waiting_address = opened(&mut waiting_forward).await;
     let (answer, started) =
@@ -583,11 +593,27 @@ async fn forward_prints_its_addresses_as_kubectl_does_and_nothing_else_to_a_pipe
     let ended = forward.over().await.ok();
     assert_eq!((ended.text().as_str(), ended.stderr.as_str()), ("", ""));
 
-    let refused = laptop.causeway("forward edge-1:5432 8080").run().await;
-    assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+    let refused = laptop.causeway("forward edge-1").run().await;
+    assert_eq!(refused.status.code(), Some(1), "{refused:?}");
     assert!(refused.text().is_empty(), "no port opens: {refused:?}");
-    let message = "invalid value 'edge-1:5432' for '<NODE>': write the node and its ports as separate arguments";
-    assert!(refused.stderr.contains(message), "{refused:?}");
+    assert!(
+        refused.stderr.contains("causeway forward edge-1 5432"),
+        "{refused:?}"
+    );
+}
+
+#[tokio::test]
+async fn forward_takes_a_port_with_the_node_and_further_ones() {
+    let (app, _serving) = mirror().await;
+    let laptop = Laptop::to(app).await;
+    // No other test uses this address.
+    let line = "forward edge-1:9100 :9100 --address 127.53.41.1 --json";
+    let mut forward = laptop.causeway(line).start();
+    let [same, free] = [opened(&mut forward).await, opened(&mut forward).await];
+    assert_eq!(same.to_string(), "127.53.41.1:9100");
+    for local in [same, free] {
+        assert_eq!(exchange(local, "one").await.unwrap(), "one");
+    }
 }
 
 /// `script` gives the command a terminal. The key Ctrl-C ends the command.
@@ -612,8 +638,7 @@ async fn forward_prints_a_line_for_each_event_on_a_terminal() {
     for is_broken in [false, true] {
         let mut program = TcpStream::connect(locals[0]).await.unwrap();
         let (mut peer, _) = app.accept().await.unwrap();
-        let from = program.local_addr().unwrap();
-        let handling = format!("Handling connection from {from} to edge-1:9100");
+        let handling = format!("Handling connection for {}", locals[0].port());
         assert_eq!(forward.line().await, handling);
         program.write_all(b"question").await.unwrap();
         peer.read_exact(&mut [0; 8]).await.unwrap();

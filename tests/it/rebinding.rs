@@ -157,7 +157,9 @@ impl Scene {
         let edge = edge.args(["edge", "--admin-listen", "127.0.0.1:0"]);
         let edge = edge.flag("--gateway", &site.tunnel).flag("--join", token);
         let edge = edge.flag("--data-dir", site.edge_data("edge-1"));
-        let edge = edge.flag("--egress", r#"{"proxy": {"listen": "127.0.0.1:0"}}"#);
+        // A link-local address, as for the pods of a node.
+        host.hub_has("169.254.20.11".parse().unwrap());
+        let edge = edge.flag("--egress", r#"{"proxy": {"listen": "169.254.20.11:0"}}"#);
         let mut edge = edge.args(flags(port)).start();
         edge.wait_for_line("tunnel registered").await;
         let line = edge.wait_for_line("egress listener is open").await;

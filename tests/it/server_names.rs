@@ -70,7 +70,10 @@ pub(crate) async fn answer_to(address: SocketAddr, hello: &[u8]) -> String {
             RESET.to_owned()
         }
         // A fatal alert of two bytes (RFC 8446, section 6).
-        [21, 3, _, 0, 2, 2, description] => format!("alert {description}"),
+        [21, 3, _, 0, 2, 2, description] => {
+            assert!(ended.is_ok(), "{ended:?} behind alert {description}");
+            format!("alert {description}")
+        }
         _ => String::from_utf8_lossy(&answer).into_owned(),
     }
 }
@@ -95,8 +98,11 @@ fn server_name_rows() -> Vec<(Vec<u8>, [&'static str; 3])> {
     // Not a name: the connection has none.
     let unnamed = [ACCEPTED, UNRECOGNIZED, "edge-3"];
     let labels = format!("{}edge-1", format!("{}.", "a".repeat(60)).repeat(4));
+    // `padding` (RFC 7685).
+    let padding = [&[0, 21][..], &with_length(&[0; 12 << 10])].concat();
     vec![
         (one("edge-1"), edge_1),
+        ([padding, one("edge-1")].concat(), edge_1),
         (one("EDGE-1"), edge_1),
         (one("edge-1."), edge_1),
         (one("eDGE-1."), edge_1),

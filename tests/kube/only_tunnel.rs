@@ -22,7 +22,7 @@ use crate::{
         ticker, yurthub,
     },
 };
-use scene::{API, BRIDGE, KUBELET_API, SERVICE, Scene, TUNNEL};
+use scene::{API, BRIDGE, KUBELET_API, SERVICE, SERVICE_NAME, Scene, TUNNEL};
 
 /// Function that runs a trial.
 type Run = fn(&mut Scene);
@@ -325,10 +325,15 @@ fn a_pod_calls_a_service_of_another_node(scene: &mut Scene) {
             "ports": [{ "port": 80, "targetPort": 8080 }],
         },
     }));
-    cluster.pod("b", "client", "edge-2", "exec cat");
+    // The name of the Service has this address, as by `hostAliases`.
+    let client = format!("echo {} {SERVICE_NAME} >>/etc/hosts; exec cat", BRIDGE.ip());
+    cluster.pod("b", "client", "edge-2", &client);
     cluster.wait("a", "pod/web", "Ready");
     cluster.wait("b", "pod/client", "Ready");
-    let call = format!("exec -n b client -- wget -q -O - http://{BRIDGE}/");
+    let call = format!(
+        "exec -n b client -- wget -q -O - http://{SERVICE_NAME}:{}/",
+        BRIDGE.port()
+    );
     let mut answer = None;
     let answered = within(PATIENCE, || {
         let called = cluster.kubectl(&call).run();

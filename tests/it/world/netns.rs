@@ -264,6 +264,12 @@ impl Host<'_> {
         hub.ip(&format!("route replace {address} via {}", self.address));
     }
 
+    /// Adds an address to the hub itself.
+    pub(crate) fn hub_has(&self, address: IpAddr) {
+        let hub = &self.street.hub;
+        hub.ip(&format!("addr add {address} dev lo"));
+    }
+
     /// It sends IPv6 to the hub, in a street with routes to other networks.
     pub(crate) fn opens_up(&self) {
         let [.., last] = self.address.octets();

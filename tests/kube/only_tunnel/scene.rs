@@ -34,7 +34,9 @@ pub(super) const KUBELET_API: &str = "https://127.0.0.1:6443";
 /// The address of the Service of the first node.
 pub(super) const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 80);
 /// Address of the second node at which its pods reach that Service.
-pub(super) const BRIDGE: &str = "10.244.2.1:8180";
+pub(super) const BRIDGE: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 244, 2, 1), 8180);
+/// Name by which the pods of the second node call that Service.
+pub(super) const SERVICE_NAME: &str = "web.a.svc";
 
 /// The whole setup.
 pub(super) struct Scene {

@@ -253,6 +253,7 @@ async fn a_missing_or_foreign_certificate_or_alpn_gets_an_alert() {
     };
     for (config, words) in [
         (offering(&join, wire::ALPN_TUNNEL), "CertificateRequired"),
+        (offering(&join, wire::ALPN_EGRESS), "CertificateRequired"),
         (of("other.example"), "UnknownCA"),
         // A certificate of another CA of the same trust domain has an unknown issuer, not a bad signature.
         (of("test.example"), "UnknownCA"),
@@ -261,7 +262,7 @@ async fn a_missing_or_foreign_certificate_or_alpn_gets_an_alert() {
         let message = alert(&world, config).await;
         assert!(message.contains(words), "{words}: {message}");
     }
-    let why = r#"handshakes_failed_total{listener="tunnel",why="certificate"} 3"#;
+    let why = r#"handshakes_failed_total{listener="tunnel",why="certificate"} 4"#;
     world.until(|world| world.counted(why)).await;
 }
 

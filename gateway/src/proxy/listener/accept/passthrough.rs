@@ -193,9 +193,18 @@ mod tests {
 
     #[tokio::test]
     async fn the_server_name_is_read_from_any_split_of_records_and_segments() {
-        let message = client_hello(&[name_extension("edge-1")]);
-        for (record, segment) in [(16_000, 16_000), (16_000, 1), (5, 3), (1, 7)] {
-            let bytes = records(&message, record);
+        let small = client_hello(&[name_extension("edge-1")]);
+        let padding = extension(21, &[0; 12 << 10]);
+        let large = client_hello(&[padding, name_extension("edge-1")]);
+        for (message, record, segment) in [
+            (&small, 16_000, 16_000),
+            (&small, 16_000, 1),
+            (&small, 5, 3),
+            (&small, 1, 7),
+            (&large, 16_000, 1_400),
+            (&large, 4_000, 1_400),
+        ] {
+            let bytes = records(message, record);
             let name = name_in(&bytes, segment).await;
             let name = name.ok().flatten();
             assert_eq!(name.as_deref(), Some("edge-1"), "{record} {segment}");
