@@ -517,3 +517,30 @@ impl StreamResponder {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gateways_of_earlier_versions_name_an_alternative_and_take_no_late_reports() {
+        let taken = |value: &'static str| {
+            let field = (wire::ALTERNATIVE, HeaderValue::from_static(value));
+            let taken = ForwardedFields::take(&mut HeaderMap::from_iter([field]));
+            (taken.has_alternative, taken.takes_late_reports)
+        };
+        assert_eq!((taken("1"), taken("2")), ((true, false), (true, true)));
+        let sent = ForwardedFields {
+            has_alternative: true,
+            ..ForwardedFields::default()
+        };
+        let mut fields = HeaderMap::new();
+        sent.set(&mut fields);
+        let taken = ForwardedFields::take(&mut fields);
+        assert!(taken.takes_late_reports && fields.is_empty());
+        assert_eq!(
+            ForwardedFields::take(&mut fields),
+            ForwardedFields::default()
+        );
+    }
+}
