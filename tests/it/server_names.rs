@@ -65,13 +65,12 @@ pub(crate) async fn answer_to(address: SocketAddr, hello: &[u8]) -> String {
     // An app that ends without reading resets the connection after its answer.
     let reading = timeout(PATIENCE, wire.read_to_end(&mut answer)).await;
     let ended = reading.expect("the connection ends");
+    let is_reset = ended.is_err_and(|error| error.kind() == ErrorKind::ConnectionReset);
     match *answer {
-        [] if ended.is_err_and(|error| error.kind() == ErrorKind::ConnectionReset) => {
-            RESET.to_owned()
-        }
+        [] if is_reset => RESET.to_owned(),
         // A fatal alert of two bytes (RFC 8446, section 6).
         [21, 3, _, 0, 2, 2, description] => {
-            assert!(ended.is_ok(), "{ended:?} behind alert {description}");
+            assert!(!is_reset, "a reset behind alert {description}");
             format!("alert {description}")
         }
         _ => String::from_utf8_lossy(&answer).into_owned(),
