@@ -245,8 +245,8 @@ const MEMBERS: [(&str, &str, &[&str]); 23] = [
     ("tcp pool", "robot", &[""]),
     ("tcp pool", "anonymous", &[""]),
     ("open tcp pool", "anonymous", &[""]),
-    ("tcp nodes", "robot", &["edge-2"]),
-    ("tcp nodes", "team-c", &[""]),
+    ("tcp nodes", "team-b", &["edge-2"]),
+    ("tcp nodes", "team-a", &[""]),
 ];
 
 /// Starts the gateway with its listeners for sets of nodes.
