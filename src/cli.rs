@@ -7,8 +7,8 @@ pub(crate) mod operator;
 use std::path::PathBuf;
 
 pub(crate) use access::{
-    AccessCommand, Connect, Forward, ForwardNode, LocalProxy, Login, Nodes, NodesFormat, PortPair,
-    ProfileArg, Ssh, SshConfig,
+    AccessCommand, Connect, Forward, LocalProxy, Login, Nodes, NodesFormat, ProfileArg, Ssh,
+    SshConfig,
 };
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
@@ -46,7 +46,11 @@ impl Cli {
         if name.is_some_and(|name| name == KUBECTL_PLUGIN) {
             command = command.bin_name("kubectl causeway");
         }
-        Self::from_arg_matches_mut(&mut command.try_get_matches()?)
+        let cli = Self::from_arg_matches_mut(&mut command.try_get_matches()?)?;
+        if let Command::Access(AccessCommand::Forward(forward)) = &cli.command {
+            forward.check()?;
+        }
+        Ok(cli)
     }
 }
 

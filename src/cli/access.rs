@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use causeway_config::host_port;
 use causeway_tls::Fingerprint;
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Subcommand, ValueEnum, error::ErrorKind};
 
 /// Commands that use a profile.
 #[derive(Debug, Subcommand)]
@@ -114,7 +114,7 @@ pub(crate) struct SshConfig {
 
 #[derive(Debug, Args)]
 pub(crate) struct Forward {
-    /// Name of the node; with a port, as in edge-1:5432, this port is forwarded as well
+    /// Name of the node, optionally with a port to forward, as in edge-1:5432
     #[arg(value_name = "NODE[:PORT]", value_parser = ForwardNode::parse)]
     pub(crate) node: ForwardNode,
     /// Ports: 5432 for the same port on both sides, 8080:80 for another local port, :9100 for any free local port
@@ -131,6 +131,35 @@ pub(crate) struct Forward {
     pub(crate) json: bool,
     #[command(flatten)]
     pub(crate) profile: ProfileArg,
+}
+
+impl Forward {
+    /// Returns the ports to forward, that of the node first.
+    pub(crate) fn pairs(&self) -> Vec<PortPair> {
+        let of_node = self.node.port.map(|port| PortPair {
+            local: port,
+            remote: port,
+        });
+        of_node
+            .into_iter()
+            .chain(self.ports.iter().copied())
+            .collect()
+    }
+
+    /// Checks that there is a port.
+    ///
+    /// # Errors
+    /// An error of the command line, which says what to write.
+    pub(crate) fn check(&self) -> Result<(), clap::Error> {
+        if self.pairs().is_empty() {
+            let message = "no port to forward; write the node and a port, such as: edge-1 5432\n";
+            return Err(clap::Error::raw(
+                ErrorKind::MissingRequiredArgument,
+                message,
+            ));
+        }
+        Ok(())
+    }
 }
 
 /// Node of `forward`, and the port that is written with it.
@@ -170,14 +199,6 @@ pub(crate) struct PortPair {
 }
 
 impl PortPair {
-    /// Returns the pair with the same port on both sides.
-    pub(crate) fn same(port: u16) -> Self {
-        Self {
-            local: port,
-            remote: port,
-        }
-    }
-
     fn parse(text: &str) -> Result<Self, String> {
         let number = |text: &str| text.parse::<u16>().ok().filter(|port| *port > 0);
         let pair = match text.split_once(':') {
@@ -224,6 +245,7 @@ pub(crate) enum NodesFormat {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use clap::Parser;
 
     #[test]
     fn ports_are_written_as_for_kubectl() {
@@ -234,6 +256,25 @@ mod tests {
         for bad in ["", ":", "0", "80:", "0:80", "1:2:3", "http", "65536"] {
             assert!(parsed(bad).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn the_port_of_a_node_is_forwarded_before_the_others() {
+        #[derive(clap::Parser)]
+        struct Words {
+            #[command(flatten)]
+            forward: Forward,
+        }
+        let parsed = |words: &str| {
+            let forward = Words::parse_from(words.split(' ')).forward;
+            let pairs = forward.pairs().into_iter();
+            let pairs: Vec<_> = pairs.map(|pair| (pair.local, pair.remote)).collect();
+            (pairs, forward.check().is_ok())
+        };
+        let both = vec![(5432, 5432), (8080, 80)];
+        assert_eq!(parsed("forward edge-1:5432 8080:80"), (both, true));
+        assert_eq!(parsed("forward edge-1 8080:80"), (vec![(8080, 80)], true));
+        assert_eq!(parsed("forward edge-1"), (Vec::new(), false));
     }
 
     #[test]

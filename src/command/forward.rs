@@ -21,7 +21,7 @@ use super::nodes::open_client;
 use crate::access::events::Events;
 use crate::access::gateway_client::{GatewayClient, RequestError, Session};
 use crate::access::relay::relay_socket;
-use crate::cli::{Forward, ForwardNode, PortPair};
+use crate::cli::Forward;
 use crate::signal::Signals;
 
 /// Maximum number of open connections of a local port.
@@ -41,27 +41,18 @@ struct Forwarder {
 
 /// Runs the command until a signal.
 pub(crate) async fn run(args: Forward) -> anyhow::Result<()> {
-    let ForwardNode { host: node, port } = args.node;
-    let ports: Vec<_> = port
-        .map(PortPair::same)
-        .into_iter()
-        .chain(args.ports)
-        .collect();
-    anyhow::ensure!(
-        !ports.is_empty(),
-        "no port to forward; name one, as in: causeway forward {node} 5432"
-    );
+    let pairs = args.pairs();
     let (_, client) = open_client(&args.profile)?;
     // Before the lines that say that it is ready.
     let signals = Signals::listen()?;
     let forwarder = Arc::new(Forwarder {
         client,
-        node,
+        node: args.node.host,
         wait: args.wait,
         events: Events::new(args.json),
     });
     let mut accepting = Vec::new();
-    for pair in ports {
+    for pair in pairs {
         let (listener, local) = listen(SocketAddr::new(args.address, pair.local)).await?;
         let target = forwarder.target(pair.remote);
         let text = format!("Forwarding from {local} -> {}", pair.remote);
@@ -165,12 +156,20 @@ impl Forwarder {
         let deadline = Instant::now() + self.wait;
         // One attempt without a limit of its own if the user does not want to wait.
         let mut limit = Some(self.wait).filter(|wait| !wait.is_zero());
+        let mut refusal = None;
         loop {
             let delay = backoff.silent(rand::random());
             match self.client.connect_within(&self.node, port, limit).await {
                 Err(error) if error.is_temporary() && Instant::now() + delay < deadline => {
+                    if matches!(error, RequestError::Refused(_)) {
+                        refusal = Some(error);
+                    }
                     sleep(delay).await;
                     limit = Some(deadline - Instant::now());
+                }
+                // The last attempt may have had too little time for an answer.
+                Err(error @ RequestError::Unreachable(_)) if Instant::now() >= deadline => {
+                    return Err(refusal.unwrap_or(error));
                 }
                 result => return result,
             }

@@ -96,7 +96,7 @@ fn always_ready(recorder: &Recorder, since: Duration) {
 
 fn a_kubelet_survives_restarts_of_the_gateway(scene: &mut Scene) {
     let recorder = scene.recorder("a kubelet that has only the tunnel");
-    let mut site = Site::start(scene, recorder, "kubelet");
+    let mut site = Site::start(scene, recorder, "kubelet", Duration::ZERO);
     site.survives_restart();
     site.survives_kill();
     let next = site.recorder.mark("another gateway takes over");
@@ -120,8 +120,14 @@ struct Site<'a> {
 }
 
 impl<'a> Site<'a> {
-    fn start(scene: &'a mut Scene, recorder: Recorder, prefix: &'static str) -> Self {
-        recorder.sees((NODE, Duration::ZERO), "ready", State::is_ready);
+    /// `since` is the time from which the node is expected.
+    fn start(
+        scene: &'a mut Scene,
+        recorder: Recorder,
+        prefix: &'static str,
+        since: Duration,
+    ) -> Self {
+        recorder.sees((NODE, since), "ready", State::is_ready);
         pod_runs(scene, &format!("{prefix}-first"));
         scene.services(&format!("{prefix}-listed"), thousands());
         let mut informer = Informer::start(scene);
@@ -153,8 +159,8 @@ impl<'a> Site<'a> {
         self.recorder.until(ended + lasts(15, 180));
     }
 
-    /// Kills the gateway, and changes Services for longer than the edge waits for a gateway.
-    fn survives_kill(&mut self) {
+    /// Kills the gateway, and starts it after a time that is longer than the edge waits for a gateway. Returns the time of the start.
+    fn survives_kill(&mut self) -> Duration {
         let killed = self.recorder.mark("the gateway is killed");
         self.scene.gateway_dies();
         self.misses("kill");
@@ -164,6 +170,7 @@ impl<'a> Site<'a> {
         renews(&self.recorder, killed, "the kill");
         renews(&self.recorder, back, "the start");
         self.works("killed");
+        back
     }
 
     /// Creates Services of which the node does not learn yet.
@@ -371,11 +378,12 @@ fn a_yurthub_survives_restarts_of_the_gateway(scene: &mut Scene) {
     let recorder = scene.recorder("a kubelet behind a YurtHub that has only the tunnel");
     let begun = recorder.mark("the kubelet is behind its YurtHub");
     renews(&recorder, begun, "the start of the kubelet");
-    let mut site = Site::start(scene, recorder, "hub");
+    let mut site = Site::start(scene, recorder, "hub", begun);
     site.survives_restart();
-    site.survives_kill();
-    site.recorder.until(site.begun + lasts(30, 600));
+    let back = site.survives_kill();
+    let end = (back + lasts(15, 0)).max(begun + lasts(0, 600));
+    site.recorder.until(end);
     site.works("last");
-    site.end();
+    always_ready(&site.end(), begun);
     drop(hub);
 }

@@ -20,7 +20,7 @@ pub(super) struct RequestState(Arc<Flags>);
 
 #[derive(Default)]
 struct Flags {
-    /// Whether the whole body has been read.
+    /// Whether the destination's side has taken the whole body.
     has_body: AtomicBool,
     /// Whether the program has ended its connection behind the request.
     is_client_gone: AtomicBool,
@@ -36,7 +36,8 @@ impl RequestState {
 /// Connection that discards the bytes behind a request, such as a further request or an empty line.
 ///
 /// While a response is incomplete, hyper reads nothing more once it has bytes behind the request, and so would not notice that the
-/// program has gone. hyper flushes each time that it is polled, so a flush looks for the end.
+/// program has gone. hyper flushes each time that it is polled, unless the program does not read, so a flush looks for the end. Bytes of
+/// a body for which the destination has no room still hide an end behind them.
 pub(super) struct ClientIo<S> {
     io: S,
     state: RequestState,
@@ -51,7 +52,7 @@ impl<S> ClientIo<S> {
 impl<S: AsyncRead + Unpin> ClientIo<S> {
     /// Discards what the program has sent. Ready when its connection has ended.
     fn poll_discard(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let mut discarded = [MaybeUninit::uninit(); 1024];
+        let mut discarded = [MaybeUninit::uninit(); 4096];
         loop {
             let mut discarded = ReadBuf::uninit(&mut discarded);
             ready!(Pin::new(&mut self.io).poll_read(cx, &mut discarded))?;
@@ -116,7 +117,12 @@ impl Body for ClientBody {
     ) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
         let this = self.get_mut();
         let frame = ready!(Pin::new(&mut this.body).poll_frame(cx));
-        this.record_end(frame.is_none());
+        let is_at_end = match &frame {
+            None => true,
+            Some(Ok(frame)) => frame.is_trailers(),
+            Some(Err(_)) => false,
+        };
+        this.record_end(is_at_end);
         Poll::Ready(frame)
     }
 
