@@ -5,7 +5,9 @@ mod every;
 mod revoked_gateways;
 
 use crate::{
-    Bound, Config, Edge, Error, control::test_address::reserved_address, status::StatusReader,
+    Bound, Config, Edge, Error,
+    control::test_address::reserved_address,
+    status::{StatusReader, TunnelStatus},
 };
 use causeway_certs::{
     Ca, EdgeIdentity, GatewayName, LeafCertificate, NodeAttributes, NodeName, PrivateKey, Store,
@@ -15,7 +17,7 @@ use causeway_certs::{
 };
 use causeway_rt::{socket::CountedIo, task::TaskGroup};
 use causeway_tunnel::{
-    StreamKind, Tunnel,
+    StreamKind, StreamReceiver, StreamSender, Tunnel,
     control_stream::{
         ControlStream, EdgeHello, EdgeMessage, GatewayHello, GatewayMessage, GoAway,
         NodePoolMembers,
@@ -39,7 +41,7 @@ use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, copy_bidirectional},
     net::{TcpListener, TcpStream},
     sync::mpsc,
-    time::{Instant, timeout},
+    time::{Instant, sleep, timeout},
 };
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
@@ -289,12 +291,7 @@ async fn echo(tasks: &TaskGroup) -> SocketAddr {
     address
 }
 
-async fn session(
-    tunnel: &Tunnel,
-) -> (
-    causeway_tunnel::StreamSender,
-    causeway_tunnel::StreamReceiver,
-) {
+async fn session(tunnel: &Tunnel) -> (StreamSender, StreamReceiver) {
     let target = "edge-1:7".parse().unwrap();
     let opened = tunnel
         .open(Request::new(()), &StreamKind::Tcp, &target, false)
@@ -305,11 +302,7 @@ async fn session(
     (opened.send, answer.into_body())
 }
 
-async fn round_trip(
-    send: &mut causeway_tunnel::StreamSender,
-    receive: &mut causeway_tunnel::StreamReceiver,
-    bytes: usize,
-) {
+async fn round_trip(send: &mut StreamSender, receive: &mut StreamReceiver, bytes: usize) {
     let (mut left_to_read, chunk) = (bytes, bytes::Bytes::from(vec![7; bytes]));
     let reading = async {
         while left_to_read > 0 {
@@ -325,8 +318,8 @@ async fn round_trip(
 /// Moves bulk until the edge has opened a further tunnel, however long the dial takes.
 async fn bulk_tunnel(
     gateway: &mut Gateway,
-    send: &mut causeway_tunnel::StreamSender,
-    receive: &mut causeway_tunnel::StreamReceiver,
+    send: &mut StreamSender,
+    receive: &mut StreamReceiver,
 ) -> Registered {
     let mut next = pin!(gateway.next());
     loop {
@@ -337,15 +330,35 @@ async fn bulk_tunnel(
     }
 }
 
-/// Lets time pass until the edge has sent a message. Each step is shorter than the time after which a tunnel counts as silent.
-async fn pass_until_message(edge: &Running, control: &mut ControlStream) -> EdgeMessage {
+/// Lets a second pass, and waits until each of these tunnels has answered a probe. The kernel may deliver bytes later than such steps
+/// last, and a tunnel that receives nothing for 15 of them counts as silent.
+async fn pass_second(alive: &[&Tunnel]) {
+    let second = Duration::from_secs(1);
+    pass(second).await;
+    for tunnel in alive {
+        tunnel.request_probe();
+        let answers = async {
+            while tunnel.is_open() && tunnel.idle_for() >= second {
+                sleep(Duration::from_millis(1)).await;
+            }
+        };
+        timeout(SOON, answers).await.unwrap();
+    }
+}
+
+/// Lets time pass until the edge has sent a message.
+async fn pass_until_message(
+    edge: &Running,
+    control: &mut ControlStream,
+    alive: &[&Tunnel],
+) -> EdgeMessage {
     let passing = async {
         let mut message = pin!(control.receive::<EdgeMessage>());
         loop {
             if let Some(message) = message.as_mut().now_or_never() {
                 return message.unwrap();
             }
-            pass(Duration::from_secs(1)).await;
+            pass_second(alive).await;
             // Sockets make progress meanwhile.
             edge.admin("/metrics").await;
         }
@@ -353,11 +366,12 @@ async fn pass_until_message(edge: &Running, control: &mut ControlStream) -> Edge
     timeout(SOON, passing).await.unwrap()
 }
 
-/// Lets time pass, as [`pass_until_message`] does, until the edge has this number of tunnels.
-async fn pass_until_tunnels(edge: &Running, tunnels: usize) {
+/// Lets time pass, as [`pass_until_message`] does, until all tunnels that leave have ended. The edge may dial a gateway again at once.
+async fn pass_until_left(edge: &Running, alive: &[&Tunnel]) {
+    let is_leaving = |tunnel: &TunnelStatus| tunnel.state == "draining";
     let passing = async {
-        while edge.reader.status().tunnels.len() != tunnels {
-            pass(Duration::from_secs(1)).await;
+        while edge.reader.status().tunnels.iter().any(is_leaving) {
+            pass_second(alive).await;
             edge.admin("/metrics").await;
         }
     };
@@ -366,11 +380,12 @@ async fn pass_until_tunnels(edge: &Running, tunnels: usize) {
 
 /// Lets time pass for which a leaving tunnel without streams would not stay open. The stream moves bytes meanwhile.
 async fn pass_with_stream(
-    send: &mut causeway_tunnel::StreamSender,
-    receive: &mut causeway_tunnel::StreamReceiver,
+    send: &mut StreamSender,
+    receive: &mut StreamReceiver,
+    alive: &[&Tunnel],
 ) {
     for _ in 0..20 {
-        pass(Duration::from_secs(1)).await;
+        pass_second(alive).await;
         round_trip(send, receive, 1000).await;
     }
 }
@@ -484,12 +499,13 @@ async fn a_drain_connects_elsewhere_first_and_open_streams_continue() {
         .unwrap()
         .unwrap();
     assert!(matches!(left, EdgeMessage::Leave { .. }));
-    pass_with_stream(&mut send, &mut receive).await;
+    let alive = [&second.tunnel];
+    pass_with_stream(&mut send, &mut receive, &alive).await;
     let status = edge.reader.status();
     assert_eq!(status.tunnels.len(), 2, "{status:?}");
     send.end().unwrap();
     assert!(receive.next_chunk().await.is_none());
-    pass_until_tunnels(&edge, 1).await;
+    pass_until_left(&edge, &alive).await;
 }
 
 #[tokio::test]
@@ -639,18 +655,21 @@ async fn bulk_adds_a_second_tunnel_until_bulk_ends() {
         (welcome.slot, &welcome.instance),
         (1, &first.welcome.instance)
     );
-    let left = pass_until_message(&edge, &mut control).await;
+    let both = [&first.tunnel, &second];
+    let left = pass_until_message(&edge, &mut control, &both).await;
     assert!(matches!(left, EdgeMessage::Leave { .. }));
     // A gateway that has not received the message yet may still open a stream.
     for _ in 0..5 {
-        pass(Duration::from_secs(1)).await;
+        pass_second(&both).await;
         edge.admin("/metrics").await;
     }
     let (mut send, mut receive) = session(&second).await;
     round_trip(&mut send, &mut receive, 1000).await;
     drop((send, receive));
-    pass_until_tunnels(&edge, 1).await;
-    assert_eq!(edge.reader.status().tunnels[0].slot, 0);
+    pass_until_left(&edge, &[&first.tunnel]).await;
+    let status = edge.reader.status();
+    let slots: Vec<_> = status.tunnels.iter().map(|tunnel| tunnel.slot).collect();
+    assert_eq!(slots, [0], "{status:?}");
 }
 
 #[tokio::test]
@@ -662,7 +681,7 @@ async fn the_next_bulk_tunnel_supersedes_the_leaving_one() {
     let edge = world.run(&[gateway.address.to_string()], bulk(app)).await;
     let first = gateway.next().await;
     let (mut send, mut receive) = session(&first.tunnel).await;
-    let mut sessions = Vec::new();
+    let mut sessions: Vec<(Registered, StreamSender, StreamReceiver)> = Vec::new();
     for round in 0..3 {
         let mut further = bulk_tunnel(&mut gateway, &mut send, &mut receive).await;
         let before = round > 0;
@@ -672,7 +691,9 @@ async fn the_next_bulk_tunnel_supersedes_the_leaving_one() {
         );
         let (mut send, mut receive) = session(&further.tunnel).await;
         round_trip(&mut send, &mut receive, 1000).await;
-        let left = pass_until_message(&edge, &mut further.control).await;
+        let earlier = sessions.iter().map(|(further, _, _)| &further.tunnel);
+        let alive: Vec<_> = earlier.chain([&first.tunnel, &further.tunnel]).collect();
+        let left = pass_until_message(&edge, &mut further.control, &alive).await;
         assert!(matches!(
             left,
             EdgeMessage::Leave {
@@ -686,7 +707,7 @@ async fn the_next_bulk_tunnel_supersedes_the_leaving_one() {
         }
     }
     drop(sessions);
-    pass_until_tunnels(&edge, 1).await;
+    pass_until_left(&edge, &[&first.tunnel]).await;
     // No tunnel is left, so there are no streams to keep.
     let next = bulk_tunnel(&mut gateway, &mut send, &mut receive).await;
     assert!(!next.welcome.takes_over);
@@ -720,7 +741,8 @@ async fn an_edge_that_another_process_succeeds_keeps_its_open_streams() {
     assert!(status.trouble.unwrap().what.contains("superseded"));
     round_trip(&mut send, &mut receive, 1000).await;
     drop((send, receive));
-    pass_until_tunnels(&edge, 0).await;
+    pass_until_left(&edge, &[]).await;
+    assert!(edge.reader.status().tunnels.is_empty());
 }
 
 #[tokio::test]

@@ -119,11 +119,12 @@ async fn the_next_gateway_replaces_one_that_dies_until_it_returns() {
         "{leave:?}"
     );
     edge.until(active_at(&at[..2])).await;
-    pass_with_stream(&mut send, &mut receive).await;
+    let alive = [&second.tunnel, &returned.tunnel];
+    pass_with_stream(&mut send, &mut receive, &alive).await;
     assert_eq!(edge.reader.status().tunnels.len(), 3);
     send.end().unwrap();
     assert!(receive.next_chunk().await.is_none());
-    pass_until_tunnels(&edge, 2).await;
+    pass_until_left(&edge, &alive).await;
     for gateway in &mut gateways {
         assert!(gateway.registered.try_recv().is_err(), "dialled again");
     }
