@@ -25,6 +25,7 @@ use std::{
     },
     time::Duration,
 };
+use test_summary::unused_port;
 use tokio::{
     io::AsyncReadExt,
     net::{TcpListener, TcpStream},
@@ -196,7 +197,9 @@ impl App {
 
     /// Starts an app, perhaps with TLS and perhaps with a PROXY v2 header before TLS.
     async fn start_with(play: Arc<Behaviour>, tls: Option<(TlsAcceptor, bool)>) -> Self {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        // No listener of another test had this port, whose clients might still connect.
+        let address = (Ipv4Addr::LOCALHOST, unused_port());
+        let listener = TcpListener::bind(address).await.unwrap();
         let mut app = Self::new(listener.local_addr().unwrap(), None);
         let record = app.record.clone();
         app.serving.spawn(async move {
