@@ -64,7 +64,9 @@ impl Balanced {
             .map(|number| format!("\"{}\"", at(number)))
             .collect();
         let further = further.replace("ALL", &peers.join(", "));
-        let first = format!("tunnel: {tunnel}\n{further}{OPEN}");
+        // Clients start in bursts, and a busy machine serves some of them late.
+        let timeouts = "timeouts: { tls: 2m, header: 2m }";
+        let first = format!("tunnel: {tunnel}\n{timeouts}\n{further}{OPEN}");
         let first = GatewayProcess::listening(&at(1).to_string(), &first).await;
         // Joins where the test can wait for it.
         for node in nodes {

@@ -9,7 +9,10 @@ use crate::world::{
     process::{GatewayProcess, causeway},
     tool::{Tool, full, need},
 };
-use std::{path::Path, time::Duration};
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
 use tokio::task::JoinSet;
 
 const URL: &str = "http://edge-1:9100/";
@@ -38,6 +41,7 @@ async fn the_newest_of_two_edges_with_one_identity_serves() {
     newest.wait_for_line("tunnel registered").await;
 
     let told = older.wait_for_line("cannot open a tunnel").await;
+    let told_at = Instant::now();
     assert!(told.contains("superseded"), "{told}");
     assert!(
         told.contains("a newer edge process of node edge-1 has connected from 127.0.0.1"),
@@ -57,11 +61,14 @@ async fn the_newest_of_two_edges_with_one_identity_serves() {
     for _ in 0..20 {
         assert_eq!(client.get(URL).await.text(), "new");
     }
-    // Once each: neither edge reconnects to replace the other.
+    // Once each: neither edge reconnects to replace the other, until the pause has ended on a very slow machine.
     site.gateway.wrote(ARRIVED, 2, PATIENCE).await;
-    assert_eq!(site.gateway.written().count(ARRIVED), 2);
-    assert_eq!(older.written().count("tunnel registered"), 1);
-    assert_eq!(newest.written().count("tunnel ended"), 0);
+    let (arrived, older_text) = (site.gateway.written().count(ARRIVED), older.written());
+    if told_at.elapsed() < Duration::from_secs(40) {
+        assert_eq!(arrived, 2);
+        assert_eq!(older_text.count("tunnel registered"), 1);
+        assert_eq!(newest.written().count("tunnel ended"), 0);
+    }
     if full() {
         newest.kill().await;
         // The gateway asked it to stay away for a minute; the edge adds up to half of that.

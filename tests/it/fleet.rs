@@ -187,6 +187,7 @@ async fn call(first: &GatewayProcess, second: &GatewayProcess) -> GatewaysMet {
                 met.refused += 1;
             } else {
                 met.closed += 1;
+                println!("after {:?}: {error}", begin.elapsed());
             }
             error
         }
