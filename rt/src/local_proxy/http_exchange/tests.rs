@@ -256,7 +256,7 @@ async fn many_bytes_behind_a_request_delay_no_response() {
     let program = async |wire: TcpStream| {
         let (mut read, mut write) = wire.into_split();
         let mut sending = JoinSet::new();
-        sending.spawn(async move { while write.write_all(&[b'x'; 65_536]).await.is_ok() {} });
+        sending.spawn(async move { while write.write_all(&[b'x'; 4096]).await.is_ok() {} });
         read_until(&mut read, "ok").await
     };
     let response = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
