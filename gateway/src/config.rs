@@ -273,7 +273,8 @@ pub struct Tunnel {
     /// Further time without a read, after which the gateway closes the tunnel.
     #[serde(with = "DurationStr")]
     pub close_after: Duration,
-    /// Bytes that the open streams of one node may leave unread. Flow-control windows shrink to stay below this limit.
+    /// Bytes that the open streams of one node share for large flow-control windows. Each stream has 64 KiB in any case (256 KiB
+    /// over links of 2 ms or more).
     #[serde(with = "ByteSize")]
     pub memory: usize,
     /// Maximum number of concurrent streams of one tunnel.
@@ -313,8 +314,7 @@ impl Default for Tunnel {
             ping_after: Duration::from_secs(5),
             ping_timeout: Duration::from_secs(5),
             close_after: Duration::from_secs(5),
-            // 64 stalled readers then use 1 MiB each, including the buffers of HTTP and TLS beside the windows. The limit still
-            // fills 5 Gbit/s over 50 ms. The design says 64 MiB.
+            // Fills 5 Gbit/s over 50 ms. The design says 64 MiB.
             memory: 32 << 20,
             max_streams_per_tunnel: 10_000,
             // Long enough for a node that is off over a weekend, and short for a stolen key.

@@ -1,12 +1,12 @@
-//! An edge with a valid certificate that uses more of the gateway than its share: by windows that it does not open, by
-//! frames of single bytes, by many tunnels. The gateway ends its tunnels. With `CAUSEWAY_TEST_FULL=1` the test measures the
+//! An edge with a valid certificate that uses more of the gateway than its share: by more bytes than its windows allow, by frames
+//! of single bytes, by many tunnels. With `CAUSEWAY_TEST_FULL=1` the test measures the
 //! gateway's memory.
 
 use crate::world::{
     app::App,
     client::whole,
     evil::{self, HostileTunnel},
-    frames::{ACK, DATA, END_HEADERS, HEADERS, PING, STATUS_200, frame},
+    frames::{ACK, DATA, END_HEADERS, HEADERS, PING, RST_STREAM, STATUS_200, frame},
     process::{GatewayProcess, OPEN, Process},
     tool::full,
 };
@@ -20,10 +20,12 @@ use tokio::{
 const GROWTH: usize = 8 * BUDGET;
 const BUDGET: usize = 16 << 20;
 
-/// The window that the gateway's first SETTINGS give each stream.
-const WINDOW: usize = 4 << 20;
-/// Single bytes on a stream. On four streams they take twice the allowed growth if each takes 256 bytes of memory.
-const SINGLE: usize = 256 << 10;
+/// More than the client of a stream takes, and any window of its stream.
+const EXCESS: usize = 4 << 20;
+/// The window of a new stream. Single bytes on sixteen streams take twice the allowed growth if each takes 256 bytes of memory.
+const WINDOW: usize = 65_535;
+/// Code of the reset of a stream whose window is exceeded (RFC 9113 section 7).
+const FLOW_CONTROL_ERROR: [u8; 4] = [0, 0, 0, 3];
 
 /// An answer of this many bytes.
 fn answer(stream: u32, bytes: usize) -> Vec<u8> {
@@ -109,31 +111,34 @@ impl TestSetup {
 }
 
 #[tokio::test]
-async fn an_edge_that_acknowledges_no_smaller_window_loses_its_tunnel() {
+async fn an_edge_that_exceeds_its_windows_loses_the_streams() {
     let mut ground = TestSetup::new().await;
     let mut evil = HostileTunnel::registered(&ground.site).await;
     let (_clients, streams) = ground.deaf_clients(&mut evil, 64).await;
+    let first = streams[0];
     for stream in streams {
-        // The edge's first SETTINGS announced 4 MiB for each stream; it sends no others.
-        if evil.send(&answer(stream, WINDOW)).await.is_err() {
+        // Too many bytes for streams that are reset end the tunnel as well.
+        if evil.send(&answer(stream, EXCESS)).await.is_err() {
             break;
         }
     }
-    ground
-        .is_rid_of_it("exceeded its flow-control windows")
+    let reset = evil
+        .until(|frame| frame.kind == RST_STREAM && frame.stream == first)
         .await;
+    assert_eq!(reset.payload, FLOW_CONTROL_ERROR);
+    ground.works_as_before().await;
 }
 
 #[tokio::test]
 async fn unread_single_bytes_cost_little_more_than_their_number() {
     let mut ground = TestSetup::new().await;
     let mut evil = HostileTunnel::registered(&ground.site).await;
-    let (_clients, streams) = ground.deaf_clients(&mut evil, 4).await;
+    let (_clients, streams) = ground.deaf_clients(&mut evil, 16).await;
     for stream in streams {
-        // First the bytes that the client's socket takes; then the rest of the window.
-        let first = answer(stream, WINDOW - SINGLE);
-        let bytes = frame(DATA, 0, stream, b"x").repeat(SINGLE);
-        evil.send(&[first, bytes].concat()).await.unwrap();
+        let bytes = frame(DATA, 0, stream, b"x").repeat(WINDOW);
+        evil.send(&[answer(stream, 0), bytes].concat())
+            .await
+            .unwrap();
     }
     // The answer shows that the gateway has read all of it and keeps the tunnel.
     evil.send(&frame(PING, 0, 0, &[9; 8])).await.unwrap();

@@ -325,8 +325,11 @@ async fn a_hello_without_end_is_cut_short() {
     let mut evil = HostileTunnel::greeted(&ground.site).await;
     let head = frame(HEADERS, END_HEADERS, CONTROL, STATUS_200);
     let part = frame(DATA, 0, CONTROL, &[b'x'; 16_000]);
-    // Somewhat more than a line may have, and then the rest of a gibibyte.
-    evil.send(&[head, part.repeat(5)].concat()).await.unwrap();
+    // Within the window of the stream somewhat more than a line may have, and then the rest of a gibibyte.
+    evil.send(&[head, part.repeat(4)].concat()).await.unwrap();
+    evil.until(|frame| frame.kind == WINDOW_UPDATE && frame.stream == CONTROL)
+        .await;
+    evil.send(&part).await.unwrap();
     ground.says("longer than 65536 bytes").await;
     Box::pin(ground.bears(evil.flood(part.clone()), "longer than 65536 bytes")).await;
 }

@@ -318,6 +318,15 @@ impl MemoryBudget {
         self.limit
     }
 
+    /// Returns the bytes that the moving streams of a tunnel may share, if it has a budget of its own and holds `stalled` bytes.
+    /// There are none while at least half of the limit is used.
+    pub(crate) fn allowance(&self, budget: usize, stalled: usize) -> usize {
+        if self.is_high() {
+            return 0;
+        }
+        budget.saturating_sub(stalled)
+    }
+
     /// Whether windows have to be small, because at least half of the limit is used.
     pub fn is_high(&self) -> bool {
         self.bytes() >= self.limit / 2

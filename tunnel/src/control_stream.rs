@@ -77,9 +77,6 @@ pub struct EdgeHello {
     /// versions do not report them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub service_ports: Option<BTreeMap<String, u16>>,
-    /// Whether the edge takes [`GatewayMessage::Window`].
-    #[serde(default)]
-    pub turns: bool,
     /// Whether the edge has other gateways to use. A drain then waits for less.
     #[serde(default)]
     pub elsewhere: bool,
@@ -238,11 +235,6 @@ pub enum GatewayMessage {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         replicas: Option<u32>,
     },
-    /// The edge may change its window once, and responds with [`EdgeMessage::Window`].
-    Window {
-        /// Maximum size of the new window, in bytes.
-        bytes: u32,
-    },
     /// All node ports that the gateway's cluster lists, at most [`AnnouncedPorts::MAX_PORTS`]. An edge serves those ports
     /// that its configuration permits to be listed.
     Ports(AnnouncedPorts),
@@ -302,11 +294,6 @@ pub enum GatewayMessage {
 pub enum EdgeMessage {
     /// Response to the gateway's hello.
     Welcome(Box<EdgeHello>),
-    /// The edge has changed its window, or has decided not to.
-    Window {
-        /// Present window of the edge, in bytes.
-        bytes: u32,
-    },
     /// The edge is going to leave, or is connected to another gateway while this one drains. The gateway must open no further
     /// streams, except for those that `serves` allows.
     Leave {

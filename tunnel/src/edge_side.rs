@@ -6,7 +6,7 @@
 use crate::{
     buffered,
     control_stream::ControlStream,
-    engine::{self, ext::Protocol},
+    engine::{self, WindowLimits, ext::Protocol},
     error::{RejectCode, Rejected, StreamError, TunnelEnd},
     flow_control, headers,
     load::{self, ByteCounter, OpenStreamGuard, TunnelLoad},
@@ -47,6 +47,8 @@ pub struct EdgeSideConfig {
     pub read_timeout: Duration,
     /// Maximum number of unread bytes of all streams of the tunnel at this end.
     pub budget: usize,
+    /// Largest window of a stream towards this end, in bytes.
+    pub max_window: u32,
     /// Maximum number of open streams.
     pub max_streams: u32,
     /// Round trip that was measured during the TLS handshake.
@@ -65,6 +67,7 @@ impl Default for EdgeSideConfig {
         Self {
             read_timeout: Duration::from_secs(15),
             budget: 64 << 20,
+            max_window: u32::MAX,
             max_streams: 10_000,
             round_trip: Duration::ZERO,
             bulk_threshold: load::BULK_BYTES,
@@ -81,7 +84,9 @@ pub struct EdgeSide<S: AsyncRead + AsyncWrite + Unpin> {
     traffic: Arc<IoActivity>,
     load: Arc<TunnelLoad>,
     config: EdgeSideConfig,
-    stream_window: u32,
+    window_limits: WindowLimits,
+    /// Bytes of stalled streams at the last sample.
+    stalled: usize,
     last_sample: Instant,
     /// Timer of the next check for silence. Kept between streams, because starting a timer takes a lock.
     silence_timer: Pin<Box<Sleep>>,
@@ -206,7 +211,6 @@ pub async fn accept<S>(
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
-    let window = flow_control::window_size(config.round_trip, 1, config.budget);
     let mut builder = engine::server::Builder::new();
     if config.is_trusted {
         builder
@@ -222,7 +226,6 @@ where
             .limit_control_frames();
     }
     let handshake = builder
-        .initial_window_size(window)
         .initial_connection_window_size(wire::CONNECTION_WINDOW)
         .max_frame_size(wire::MAX_FRAME)
         .max_concurrent_streams(config.max_streams)
@@ -241,7 +244,8 @@ where
             config.memory_budget.clone(),
         )),
         config,
-        stream_window: window,
+        window_limits: WindowLimits::default(),
+        stalled: 0,
         last_sample: Instant::now(),
     })
 }
@@ -250,27 +254,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
     /// Returns the load of the tunnel.
     pub fn load(&self) -> Arc<TunnelLoad> {
         self.load.clone()
-    }
-
-    /// Changes the window of the streams to `max_window`, or to less if this end's own budget requires that. May be called
-    /// only after the gateway has granted a change (invariant 11). Returns the resulting window, in bytes. The length of the
-    /// link is not considered here: the gateway has measured it since, and this end knows only its value at the handshake.
-    pub fn resize_window(&mut self, max_window: u32) -> u32 {
-        let available_budget =
-            (self.config.budget).saturating_sub(self.load.sample_buffered().stalled);
-        let desired_window =
-            flow_control::per_stream_share(self.load.open_streams(), available_budget)
-                .min(max_window);
-        // The engine refuses this while an earlier change is not acknowledged; the next turn retries.
-        if desired_window != self.stream_window
-            && self
-                .connection
-                .set_initial_window_size(desired_window)
-                .is_ok()
-        {
-            self.stream_window = desired_window;
-        }
-        self.stream_window
     }
 
     /// Returns the next stream. Drives the whole connection: it must be polled for any stream to move. Cancel-safe.
@@ -347,20 +330,28 @@ impl<S: AsyncRead + AsyncWrite + Unpin> EdgeSide<S> {
             traffic,
             load,
             config,
+            window_limits,
+            stalled,
             last_sample,
             silence_timer,
-            ..
         } = self;
         let mut next_request = poll_fn(|cx| {
-            let accepted = connection.poll_accept(cx);
-            // Stalls are detected by comparison with the last sample; shrunk windows also need this without new streams.
+            // Stalls are detected by comparison with the last sample.
             if last_sample.elapsed() >= buffered::SAMPLE_INTERVAL {
                 *last_sample = Instant::now();
-                load.sample_buffered();
+                *stalled = load.sample_buffered().stalled;
             } else {
                 load.mark_buffered_changed();
             }
-            accepted
+            let budget = config.memory_budget.allowance(config.budget, *stalled);
+            let mut limits =
+                flow_control::window_limits(config.round_trip, load.open_streams(), budget);
+            limits.max = limits.max.min(config.max_window);
+            if *window_limits != limits {
+                *window_limits = limits;
+                connection.limit_windows(limits);
+            }
+            connection.poll_accept(cx)
         });
         loop {
             tokio::select! {

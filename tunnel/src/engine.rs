@@ -33,6 +33,7 @@ mod send;
 mod streams;
 
 pub use error::{Error, Reason};
+pub use flow::WindowLimits;
 pub use handle::{FlowControl, Ping, PingPong, Pong, RecvStream, SendStream, StreamId};
 
 #[cfg(test)]

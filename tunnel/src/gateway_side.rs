@@ -5,10 +5,8 @@
 
 mod buffer_monitor;
 mod driver;
-mod window_grant;
 
 pub use driver::{ConnectionDriver, connect};
-use window_grant::WindowGrant;
 
 use crate::{
     buffered::{BufferedStream, MemoryBudget, NodeBudget},
@@ -64,7 +62,7 @@ pub struct GatewaySideConfig {
     /// Budget of the bytes that all tunnels of this process leave unread. Windows stay small while it is high.
     pub memory_budget: Arc<MemoryBudget>,
     /// Whether the other end is a gateway, whose streams belong to many nodes. The limits that end the tunnel of an edge which
-    /// floods it or ignores its windows do not apply then: the other gateway applies them to each edge.
+    /// floods it or fills its memory do not apply then: the other gateway applies them to each edge.
     pub is_trusted: bool,
 }
 
@@ -109,7 +107,6 @@ struct Inner {
     started_at: Instant,
     draining: AtomicBool,
     round_trip_us: AtomicU64,
-    window_grant: WindowGrant,
     long_targets: AtomicBool,
     upgrade_bodies: AtomicBool,
     close_token: CancellationToken,
@@ -134,7 +131,6 @@ impl Inner {
             started_at: Instant::now(),
             draining: AtomicBool::new(false),
             round_trip_us: AtomicU64::new(round_trip),
-            window_grant: WindowGrant::default(),
             long_targets: AtomicBool::new(false),
             upgrade_bodies: AtomicBool::new(false),
             leaving_token: close_token.child_token(),
@@ -462,11 +458,6 @@ impl Tunnel {
         self.shared.close_token.cancel();
     }
 
-    /// Enables window grants to the edge from now on, see [`Tunnel::next_window_grant`].
-    pub fn enable_window_grants(&self) {
-        self.shared.window_grant.enable();
-    }
-
     /// Sets whether requests are allowed to have a [`TargetOverflow`] from now on.
     pub fn allow_long_targets(&self, allowed: bool) {
         self.shared.long_targets.store(allowed, Relaxed);
@@ -475,18 +466,6 @@ impl Tunnel {
     /// Sets whether upgrades are allowed to have a body ([`wire::CONTENT`]) from now on.
     pub fn allow_upgrade_bodies(&self, allowed: bool) {
         self.shared.upgrade_bodies.store(allowed, Relaxed);
-    }
-
-    /// Waits for the next window grant, and returns the maximum window of the edge, in bytes. Until
-    /// [`Tunnel::complete_window_grant`] this end sends neither PING nor SETTINGS of its own (invariant 11).
-    pub async fn next_window_grant(&self) -> u32 {
-        self.shared.window_grant.next_offer().await
-    }
-
-    /// Records that the edge has changed its window to this many bytes.
-    pub fn complete_window_grant(&self, window: u32) {
-        self.shared.window_grant.complete(window);
-        self.shared.load.driver_waker().wake();
     }
 
     /// Returns the least of the recent round trips, at first that of the TLS handshake.

@@ -46,8 +46,6 @@ pub struct TunnelLoad {
     /// Time of the last bulk, in milliseconds after `created_at`, plus one; 0 is never.
     last_bulk_ms: AtomicU64,
     bulk_notify: Notify,
-    /// Number of the node's streams from which the task that sizes windows is woken.
-    resize_threshold: AtomicUsize,
     driver_waker: AtomicWaker,
     buffered_streams: Arc<BufferedStreams>,
 }
@@ -79,7 +77,6 @@ impl TunnelLoad {
             bytes_received: AtomicU64::new(0),
             last_bulk_ms: AtomicU64::new(0),
             bulk_notify: Notify::new(),
-            resize_threshold: AtomicUsize::new(usize::MAX),
             driver_waker: AtomicWaker::new(),
             buffered_streams: BufferedStreams::new(memory_budget, &node_budget),
             node_budget,
@@ -188,10 +185,6 @@ impl TunnelLoad {
         self.buffered_streams.mark_changed();
     }
 
-    pub(crate) fn set_resize_threshold(&self, streams: usize) {
-        self.resize_threshold.store(streams, Relaxed);
-    }
-
     pub(crate) fn driver_waker(&self) -> &AtomicWaker {
         &self.driver_waker
     }
@@ -227,7 +220,7 @@ impl OpenStreamGuard {
     pub(crate) fn new(load: &Arc<TunnelLoad>, limit: usize) -> Option<Self> {
         let generation = load.generation.load(Relaxed);
         load.open_streams[generation].fetch_add(1, Relaxed);
-        let node_streams = load.node_budget.stream_count().fetch_add(1, Relaxed) + 1;
+        load.node_budget.stream_count().fetch_add(1, Relaxed);
         let guard = Self(Arc::new(Inner {
             load: load.clone(),
             generation,
@@ -238,9 +231,6 @@ impl OpenStreamGuard {
             return None;
         }
         load.streams_opened.fetch_add(1, Relaxed);
-        if node_streams >= load.resize_threshold.load(Relaxed) {
-            load.driver_waker.wake();
-        }
         Some(guard)
     }
 }

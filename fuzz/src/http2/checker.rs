@@ -19,6 +19,9 @@ const USER_CODES: [u32; 4] = [0, 2, 7, 8];
 /// First bytes of an interim response as the fuzzer encodes it.
 const INTERIM: &[u8] = b"\0\x07:status\x031";
 
+/// Largest limit of windows that the engine's user sets, in bytes.
+pub(super) const MAX_WINDOW_LIMIT: u32 = 1 << 20;
+
 /// Role of the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
@@ -500,7 +503,8 @@ impl Checker {
             assert!(self.peer_connection <= max, "the connection's window grows");
             return;
         }
-        let max = self.largest_initial + partial;
+        // The engine's user may widen the windows up to this size.
+        let max = self.largest_initial.max(i64::from(MAX_WINDOW_LIMIT)) + partial;
         let stream = self.engine_stream(frame);
         assert!(!stream.engine.has_reset, "an update after a reset");
         stream.peer_window += by;

@@ -1,14 +1,14 @@
 //! One conversation: the peer's frames, the engine and its user, each in steps that the input chooses.
 
 use super::{
-    checker::{Checker, Limits, MAX_WINDOW, Role},
+    checker::{Checker, Limits, MAX_WINDOW, MAX_WINDOW_LIMIT, Role},
     input::Input,
     peer::Peer,
     transport::{Flag, Transport},
     user::UserStream,
 };
 use bytes::Bytes;
-use causeway_tunnel::engine::{Error, Ping, PingPong, client, ext::Protocol, server};
+use causeway_tunnel::engine::{Error, Ping, PingPong, WindowLimits, client, ext::Protocol, server};
 use futures_util::FutureExt;
 use http::{Method, Request};
 use std::{
@@ -266,22 +266,17 @@ impl Conversation<'_> {
 
     fn connection_call(&mut self) {
         let form = self.input.byte();
-        let window = self.input.choose(&[0, 700, 65_535, 1 << 20]);
+        let window = self.input.choose(&[0, 700, 65_535, MAX_WINDOW_LIMIT]);
         match &mut self.connection {
             Connection::Server(connection) if form > 200 => connection.graceful_shutdown(),
-            // Refused while earlier SETTINGS are not acknowledged.
-            Connection::Server(connection) => {
-                let _ = connection.set_initial_window_size(window);
-            }
+            Connection::Server(connection) => connection.limit_windows(WindowLimits { max: window, is_far: form % 2 == 0 }),
             Connection::Client { sender, .. } if form > 240 => *sender = None,
             Connection::Client { pings, .. } if form > 100 => {
                 let _ = pings.send_ping(Ping::opaque());
                 let waker = Waker::noop();
                 let _ = pings.poll_pong(&mut Context::from_waker(waker));
             }
-            Connection::Client { connection, .. } => {
-                let _ = connection.set_initial_window_size(window);
-            }
+            Connection::Client { connection, .. } => connection.limit_windows(WindowLimits { max: window, is_far: form % 2 == 0 }),
             Connection::Handshake(_) | Connection::Ended => {}
         }
     }

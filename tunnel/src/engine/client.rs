@@ -5,6 +5,7 @@ use super::{
     config::Config,
     connection::{Shared, register},
     error::Error,
+    flow::WindowLimits,
     handle::{FlowControl, PingPong, RecvStream, SendStream, StreamId, StreamRef, gone},
     io::Driver,
 };
@@ -285,12 +286,10 @@ impl<S, B> Connection<S, B> {
         is_left.then(|| PingPong(self.driver.shared().clone()))
     }
 
-    /// Changes the window of all streams by SETTINGS.
-    ///
-    /// # Errors
-    /// If the peer has not acknowledged earlier SETTINGS.
-    pub fn set_initial_window_size(&mut self, size: u32) -> Result<(), Error> {
-        self.driver.with(|state| state.set_window(size))
+    /// Sets the limits for the windows of streams towards this end. By default all have the initial window.
+    pub fn limit_windows(&mut self, limits: WindowLimits) {
+        self.driver
+            .with(|state| state.stream_windows.limits = limits);
     }
 }
 

@@ -5,7 +5,7 @@
 use super::{
     config::Config,
     error::{Error, Reason},
-    flow::{DEFAULT_WINDOW, MAX_WINDOW, RecvWindow, SendWindow},
+    flow::{DEFAULT_WINDOW, MAX_WINDOW, RecvWindow, SendWindow, StreamWindows, WindowLimits},
     frame::{self, PREFACE, Settings, flag, kind},
     frame_limit::FrameLimit,
     hpack::{Decoder, Encoder},
@@ -137,10 +137,10 @@ pub(super) struct State {
     pub(super) send_window: SendWindow,
     pub(super) recv_window: RecvWindow,
     pub(super) peer: Peer,
-    /// Window of new streams that the peer has acknowledged.
-    pub(super) local_window: u32,
+    /// Windows of streams towards this end. The peer has acknowledged the initial one.
+    pub(super) stream_windows: StreamWindows,
     /// Window in SETTINGS that the peer has not acknowledged.
-    pub(super) unacknowledged: Option<u32>,
+    unacknowledged: Option<u32>,
 
     next_id: u32,
     /// Highest number of a stream that this end has opened on the wire.
@@ -192,9 +192,8 @@ impl State {
         settings.put(&mut control);
         let mut recv_window = RecvWindow::new(DEFAULT_WINDOW);
         if config.connection_window > DEFAULT_WINDOW {
-            let more = config.connection_window - DEFAULT_WINDOW;
-            recv_window.change(i64::from(more));
-            frame::put_window_update(&mut control, 0, more);
+            recv_window.resize(config.connection_window);
+            frame::put_window_update(&mut control, 0, recv_window.announce());
         }
         Self {
             store: Store::default(),
@@ -211,7 +210,10 @@ impl State {
             send_window: SendWindow::new(DEFAULT_WINDOW),
             recv_window,
             peer: Peer::new(config.initial_max_streams),
-            local_window: DEFAULT_WINDOW,
+            stream_windows: StreamWindows {
+                initial: DEFAULT_WINDOW,
+                limits: WindowLimits::default(),
+            },
             unacknowledged: Some(settings.window()),
             next_id: if is_server { 2 } else { 1 },
             last_local: 0,
@@ -243,36 +245,18 @@ impl State {
 
     // Settings and PING.
 
-    /// Sends a new window for streams.
-    pub(super) fn set_window(&mut self, size: u32) -> Result<(), Error> {
-        if size > MAX_WINDOW {
-            return Err(Error::user("the window is too large"));
-        }
-        if self.unacknowledged.is_some() {
-            return Err(Error::user("earlier SETTINGS are not acknowledged"));
-        }
-        self.unacknowledged = Some(size);
-        let settings = Settings {
-            initial_window_size: Some(size),
-            ..Settings::default()
-        };
-        settings.put(&mut self.control);
-        self.has_work = true;
-        Ok(())
-    }
-
-    /// Applies this end's SETTINGS, which the peer has acknowledged (RFC 9113 section 6.9.2).
+    /// Applies this end's SETTINGS, which the peer has acknowledged (RFC 9113 section 6.9.2). No others follow.
     pub(super) fn apply_local_settings(&mut self) -> Result<(), Reason> {
         let window = self.unacknowledged.take().ok_or(Reason::PROTOCOL_ERROR)?;
-        let by = i64::from(window) - i64::from(self.local_window);
-        self.local_window = window;
+        let by = i64::from(window) - i64::from(self.stream_windows.initial);
+        self.stream_windows.initial = window;
         if by == 0 {
             return Ok(());
         }
         for (key, stream) in self.store.iter_mut() {
             stream.recv_window.change(by);
             // The peer may wait for bytes that were released while the window was larger.
-            let is_due = stream.recv != Half::Ended && stream.recv_window.is_due(window);
+            let is_due = stream.recv != Half::Ended && stream.recv_window.is_due();
             if is_due && !stream.has_update && stream.error.is_none() {
                 stream.has_update = true;
                 self.updates.push(key);
@@ -413,7 +397,7 @@ impl State {
     /// Releases bytes of the connection's window.
     pub(super) fn release_connection(&mut self, bytes: usize) {
         self.recv_window.release(bytes);
-        self.has_work |= self.recv_window.is_due(self.config.connection_window);
+        self.has_work |= self.recv_window.is_due();
     }
 
     // Streams of this end.
@@ -486,7 +470,7 @@ impl State {
                 "the connection has no more numbers for streams",
             ));
         }
-        let (peer, local) = (self.peer.window, self.local_window);
+        let (peer, local) = (self.peer.window, self.stream_windows.initial);
         let mut stream = Stream::new(
             self.next_id,
             true,
@@ -529,6 +513,12 @@ impl State {
         frame::put_block(&mut self.heads, (key.id, end), max_frame, |block| {
             message::put_request(encoder, request, block);
         });
+        stream.recv_window.resize(self.stream_windows.after(0));
+        if stream.recv_window.is_due() {
+            // Behind the stream's HEADERS.
+            let bytes = stream.recv_window.announce();
+            frame::put_window_update(&mut self.heads, key.id, bytes);
+        }
         self.has_work = true;
     }
 

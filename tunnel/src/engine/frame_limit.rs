@@ -11,7 +11,7 @@ use tokio::time::Instant;
 /// Number of tokens at the beginning, which is also the maximum. All streams of a full connection may end at once, several
 /// times over.
 const MAX_TOKENS: u64 = 100_000;
-/// Tokens that a peer earns per second. Keepalive and windows need less than one PING and SETTINGS per second.
+/// Tokens that a peer earns per second. Keepalive needs less than one PING per second.
 const TOKENS_PER_SECOND: u64 = 10_000;
 /// Tokens that a stream earns: for its response, its trailers, its reset, and occasional interim responses.
 const TOKENS_PER_STREAM: u64 = 8;

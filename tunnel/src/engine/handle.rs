@@ -224,12 +224,13 @@ impl FlowControl {
     pub fn release_capacity(&mut self, bytes: usize) -> Result<(), Error> {
         let key = self.key;
         self.shared.with(|state| {
+            let windows = state.stream_windows;
             let Some(stream) = state.store.get(key) else {
                 return Ok(());
             };
             let left = stream.in_flight.checked_sub(bytes);
             stream.in_flight = left.ok_or(Error::user("more bytes are released than arrived"))?;
-            stream.recv_window.release(bytes);
+            stream.release(bytes, windows);
             state.release_connection(bytes);
             state.mark_update(key);
             Ok(())

@@ -321,14 +321,13 @@ impl State {
 
     /// Lists the stream's `WINDOW_UPDATE` if it is due.
     pub(super) fn mark_update(&mut self, key: Key) {
-        let window = self.local_window;
         let Some(stream) = self.store.get(key) else {
             return;
         };
         let is_due = stream.recv == Half::Open
             && stream.error.is_none()
             && !stream.is_unread
-            && stream.recv_window.is_due(window);
+            && stream.recv_window.is_due();
         if is_due && !stream.has_update {
             stream.has_update = true;
             self.updates.push(key);
@@ -462,17 +461,19 @@ impl State {
         }
         let (send, recv) = (
             SendWindow::new(self.peer.window),
-            RecvWindow::new(self.local_window),
+            RecvWindow::new(self.stream_windows.initial),
         );
         let mut stream = Stream::new(id, false, send, recv);
         stream.recv = if end { Half::Ended } else { Half::Open };
         stream.content = content;
         stream.is_counted = true;
         stream.is_unaccepted = !is_over_size;
+        stream.recv_window.resize(self.stream_windows.after(0));
         self.open_remote += 1;
         let key = self.store.insert(stream);
         match request {
             Some(Ok(request)) => {
+                self.mark_update(key);
                 self.accept.push_back((key, request));
                 Ok(())
             }

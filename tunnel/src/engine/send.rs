@@ -33,9 +33,7 @@ impl State {
         if let Some(limit) = &mut self.frame_limit {
             limit.earn_for_bytes(out.len(), out.len() > control_len);
         }
-        self.schedule.has_frames()
-            || !self.is_drained()
-            || self.recv_window.is_due(self.config.connection_window)
+        self.schedule.has_frames() || !self.is_drained() || self.recv_window.is_due()
     }
 
     /// Moves all heads to `out`, and opens the requests that waited because too many heads did.
@@ -69,7 +67,7 @@ impl State {
     }
 
     fn put_window_updates(&mut self) {
-        if self.recv_window.is_due(self.config.connection_window) {
+        if self.recv_window.is_due() {
             let bytes = self.recv_window.announce();
             frame::put_window_update(&mut self.control, 0, bytes);
         }
@@ -78,7 +76,9 @@ impl State {
                 continue;
             };
             stream.has_update = false;
-            if stream.error.is_none() && stream.recv == Half::Open {
+            // The window may have become smaller since the stream was listed. Its next release lists it again.
+            let is_due = stream.recv_window.is_due();
+            if is_due && stream.error.is_none() && stream.recv == Half::Open {
                 let bytes = stream.recv_window.announce();
                 frame::put_window_update(&mut self.control, key.id, bytes);
             }

@@ -4,6 +4,7 @@ use super::{
     builder::ServerRole,
     config::Config,
     error::{Error, Reason},
+    flow::WindowLimits,
     frame,
     handle::{RecvStream, SendStream, StreamId, StreamRef, gone, poll_reset},
     io::Driver,
@@ -109,12 +110,10 @@ impl<S, B> fmt::Debug for Connection<S, B> {
 pub type Accepted<B> = (Request<RecvStream>, SendResponse<B>);
 
 impl<S, B> Connection<S, B> {
-    /// Changes the window of all streams by SETTINGS.
-    ///
-    /// # Errors
-    /// If the peer has not acknowledged earlier SETTINGS.
-    pub fn set_initial_window_size(&mut self, size: u32) -> Result<(), Error> {
-        self.driver.with(|state| state.set_window(size))
+    /// Sets the limits for the windows of streams towards this end. By default all have the initial window.
+    pub fn limit_windows(&mut self, limits: WindowLimits) {
+        self.driver
+            .with(|state| state.stream_windows.limits = limits);
     }
 
     /// Begins the end (RFC 9113 section 6.8): a GOAWAY that still accepts streams, one that names the last stream a round trip

@@ -2,7 +2,7 @@
 
 use super::{
     error::{Error, Reason},
-    flow::{RecvWindow, SendWindow},
+    flow::{RecvWindow, SendWindow, StreamWindows},
 };
 use bytes::{Bytes, BytesMut};
 use fnv::FnvHashMap;
@@ -196,6 +196,8 @@ pub(super) struct Stream {
     pub(super) recv_window: RecvWindow,
     /// Bytes that have arrived and were not released.
     pub(super) in_flight: usize,
+    /// Bytes that the reader has taken, at most `u32::MAX`.
+    taken: u32,
     /// Whether the stream is in the list of due `WINDOW_UPDATE` frames.
     pub(super) has_update: bool,
     pub(super) recv_waker: Option<Waker>,
@@ -236,6 +238,7 @@ impl Stream {
             is_unread: false,
             recv_window: recv,
             in_flight: 0,
+            taken: 0,
             has_update: false,
             recv_waker: None,
             queue: VecDeque::new(),
@@ -297,6 +300,14 @@ impl Stream {
     pub(super) fn wake_all(&mut self, wakes: &mut Vec<Waker>) {
         wakes.extend(self.recv_waker.take());
         wakes.extend(self.send_waker.take());
+    }
+
+    /// Releases bytes that the reader has taken, and adjusts the window to them.
+    pub(super) fn release(&mut self, bytes: usize, windows: StreamWindows) {
+        let bytes_taken = u32::try_from(bytes).unwrap_or(u32::MAX);
+        self.taken = self.taken.saturating_add(bytes_taken);
+        self.recv_window.release(bytes);
+        self.recv_window.resize(windows.after(self.taken));
     }
 
     fn has_unread_fields(&self) -> bool {

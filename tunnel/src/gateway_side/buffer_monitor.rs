@@ -1,8 +1,5 @@
-//! Monitor of the unread bytes in a tunnel's streams, which detects more of them than an honest edge may have sent.
-//!
-//! A sample queries every stream, which is costly, so at most one is taken per [`SAMPLE_INTERVAL`]. Between two samples a
-//! fast edge could send more than its whole budget. So the monitor also makes a quick check each time as many bytes as the
-//! whole budget have been read.
+//! Monitor of the unread bytes in a tunnel's streams. A sample queries every stream, which is costly, so at most one is taken per
+//! [`SAMPLE_INTERVAL`].
 
 use crate::{
     buffered::{BufferedBytes, SAMPLE_INTERVAL},
@@ -10,20 +7,12 @@ use crate::{
 };
 use tokio::time::Instant;
 
-/// Number of budgets that may be unread before the monitor concludes that the edge ignores windows. A change of windows takes
-/// a round trip.
-const OVERRUN_FACTOR: usize = 4;
-/// Minimum window, which each stream has in addition to the budget.
-const MIN_STREAM_WINDOW: usize = 64 << 10;
-
 /// Monitor of the streams of one tunnel: the last sample, and its time.
 #[derive(Debug)]
 pub(super) struct BufferMonitor {
     control_streams: usize,
     last_sample: BufferedBytes,
     sampled_at: Instant,
-    /// Bytes that had been read from the socket at the last quick check.
-    read_at_check: u64,
 }
 
 impl BufferMonitor {
@@ -32,7 +21,6 @@ impl BufferMonitor {
             control_streams,
             last_sample: BufferedBytes::default(),
             sampled_at: Instant::now(),
-            read_at_check: 0,
         }
     }
 
@@ -54,28 +42,9 @@ impl BufferMonitor {
         }
     }
 
-    /// Returns the bytes that the streams hold, if that is more than their windows allow. `total_read` is the number of all bytes
-    /// from the socket, and `budget` the number of bytes that the tunnel may leave unread.
-    pub(super) fn overrun(
-        &mut self,
-        load: &TunnelLoad,
-        total_read: u64,
-        budget: usize,
-    ) -> Option<usize> {
-        let max_buffered =
-            budget.saturating_mul(OVERRUN_FACTOR) + load.open_streams() * MIN_STREAM_WINDOW;
-        let checked_bytes = self.quick_check(load, total_read, budget);
-        let buffered_bytes = self.last_sample.total.max(checked_bytes);
-        (buffered_bytes > max_buffered).then_some(buffered_bytes)
-    }
-
-    /// Returns the bytes that the streams hold if much has arrived since the last quick check, else 0.
-    fn quick_check(&mut self, load: &TunnelLoad, total_read: u64, budget: usize) -> usize {
-        if total_read - self.read_at_check < budget as u64 {
-            return 0;
-        }
-        self.read_at_check = total_read;
-        load.unread_bytes()
+    /// Returns the bytes that the streams held at the last sample.
+    pub(super) fn held(&self) -> usize {
+        self.last_sample.total
     }
 
     /// Whether any stream can hold bytes. A tunnel that has only its control stream is woken by probes alone, because control

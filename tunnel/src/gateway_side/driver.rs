@@ -1,15 +1,11 @@
 //! The task that owns a tunnel's connection on the gateway's side.
 //!
-//! The driver moves the connection, probes it, detects its silence and sizes its windows. Only the driver initiates PING and
-//! SETTINGS, and at most one of them is outstanding (invariant 11). Otherwise two ends that each wait to write a control
-//! frame could hang for ever. The engine does not report the acknowledgement of SETTINGS, but refuses new SETTINGS until then. While
-//! an acknowledgement may be missing, the driver sends SETTINGS that change nothing as the next probe.
+//! The driver moves the connection, probes it, detects its silence and limits its windows. Only the driver initiates PING, and at
+//! most one is outstanding (invariant 11).
 
-use super::{
-    GatewaySideConfig, Inner, Tunnel, buffer_monitor::BufferMonitor, window_grant::GrantBackoff,
-};
+use super::{GatewaySideConfig, Inner, Tunnel, buffer_monitor::BufferMonitor};
 use crate::{
-    engine::{self, Ping, PingPong},
+    engine::{self, Ping, PingPong, WindowLimits},
     error::TunnelEnd,
     flow_control,
     liveness::{Keepalive, KeepaliveAction, ProbeReasons},
@@ -35,13 +31,11 @@ use tokio_util::sync::WaitForCancellationFutureOwned;
 
 /// Number of recent PINGs. The shortest of them counts as the round trip, because a PING under load measures queues.
 const ROUND_TRIP_SAMPLES: usize = 8;
-/// Maximum time for an edge's answer to SETTINGS or to a window grant while bytes arrive. All earlier bytes of the edge
-/// arrive before the answer.
-const ACK_TIMEOUT: Duration = Duration::from_mins(1);
 /// Every tunnel has its control stream open.
 const CONTROL_STREAMS: usize = 1;
-/// Minimum time before a window is raised again, because crowds of short streams come and go.
-const RAISE_INTERVAL: Duration = Duration::from_secs(1);
+/// Number of budgets of memory that an edge may make this end hold for its streams, besides [`MIN_STREAM_MEMORY`] for each.
+const MAX_OVERSHOOT: usize = 8;
+const MIN_STREAM_MEMORY: usize = 256 << 10;
 
 /// Begins HTTP/2 on a connection whose TLS is done.
 ///
@@ -55,7 +49,6 @@ pub async fn connect<S>(
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
-    let window = flow_control::window_size(config.round_trip, 1, config.budget);
     let load = Arc::new(TunnelLoad::for_node(
         config.node_budget.clone(),
         config.memory_budget.clone(),
@@ -65,7 +58,6 @@ where
         builder.limit_control_frames();
     }
     let (sender, mut connection) = builder
-        .initial_window_size(window)
         .initial_connection_window_size(wire::CONNECTION_WINDOW)
         .max_frame_size(wire::MAX_FRAME)
         .max_header_list_size(wire::MAX_HEADER_LIST)
@@ -79,7 +71,6 @@ where
     let ping_pong = connection
         .ping_pong()
         .ok_or_else(|| TunnelEnd::Failed("the HTTP/2 PING handle is not available".into()))?;
-    load.set_resize_threshold(flow_control::stream_threshold(window, config.budget));
     let shared = Arc::new(Inner::new(load.clone(), traffic.clone(), &config));
     let tunnel = Tunnel {
         sender,
@@ -96,30 +87,13 @@ where
         timer: Box::pin(tokio::time::sleep(Duration::ZERO)),
         round_trips: VecDeque::new(),
         _end: EndNotifier(load),
-        config,
-        stream_window: window,
-        last_resize: Instant::now(),
+        window_limits: WindowLimits::default(),
         last_probe: Instant::now(),
         buffer_monitor,
-        grant_backoff: GrantBackoff::default(),
-        pending_frame: PendingControlFrame::Idle,
-        awaiting_ack_since: None,
+        ping_sent_at: None,
         close_requested,
     };
     Ok((tunnel, driver))
-}
-
-/// Control frame of ours that may be unanswered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum PendingControlFrame {
-    /// No frame is unanswered.
-    Idle,
-    /// A PING, sent at this time.
-    Ping(Instant),
-    /// SETTINGS. The engine does not report their acknowledgement.
-    Settings,
-    /// A window grant: the edge may change its window.
-    WindowGrant,
 }
 
 /// The task that owns a tunnel's connection on the gateway's side.
@@ -132,16 +106,12 @@ pub struct ConnectionDriver<S: AsyncRead + AsyncWrite + Unpin> {
     keepalive: Keepalive,
     timer: Pin<Box<Sleep>>,
     round_trips: VecDeque<Duration>,
-    config: GatewaySideConfig,
-    stream_window: u32,
-    last_resize: Instant,
-    /// Time of the last PING, or of the last SETTINGS in its place.
+    window_limits: WindowLimits,
+    /// Time of the last PING.
     last_probe: Instant,
+    /// Time of the PING that is not answered.
+    ping_sent_at: Option<Instant>,
     buffer_monitor: BufferMonitor,
-    grant_backoff: GrantBackoff,
-    pending_frame: PendingControlFrame,
-    /// Time since which the driver waits for the edge's acknowledgement of SETTINGS or answer to a window grant.
-    awaiting_ack_since: Option<Instant>,
     close_requested: Pin<Box<WaitForCancellationFutureOwned>>,
     /// Declared after the connection, so that it is dropped last.
     _end: EndNotifier,
@@ -178,6 +148,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
         RunningDriver(self)
     }
 
+    fn config(&self) -> &GatewaySideConfig {
+        &self.shared.config
+    }
+
     fn drive(&mut self, cx: &mut Context<'_>) -> Poll<TunnelEnd> {
         if self.close_requested.as_mut().poll(cx).is_ready() {
             return Poll::Ready(TunnelEnd::Closed);
@@ -186,7 +160,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<TunnelEnd> {
+        self.shared.load.driver_waker().register(cx.waker());
         loop {
+            self.buffer_monitor
+                .sample(&self.shared.load, Instant::now());
+            if let Some(end) = self.detect_hoarding() {
+                return Poll::Ready(end);
+            }
+            self.limit_windows();
             if let Poll::Ready(result) = self.connection.poll_unpin(cx) {
                 return Poll::Ready(TunnelEnd::from_result(result));
             }
@@ -197,15 +178,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
                     Err(error) => return Poll::Ready(TunnelEnd::from_result(Err(error))),
                 }
             }
-            let resized = self.resize_windows(now, cx);
-            if let Some(why) = self.detect_violation(now) {
-                return Poll::Ready(TunnelEnd::Failed(why));
-            }
             match self.poll_keepalive(now, cx) {
                 Poll::Ready(Some(ended)) => return Poll::Ready(ended),
                 // The next poll of the connection writes the queued frames.
                 Poll::Ready(None) => {}
-                Poll::Pending if resized => {}
                 Poll::Pending => return Poll::Pending,
             }
         }
@@ -219,16 +195,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
     ) -> Poll<Option<TunnelEnd>> {
         loop {
             let (read, written) = (self.traffic.last_read(), self.traffic.last_written());
-            // Only one probe may be outstanding; the response to a turn also proves liveness.
             let probe_requested = self.shared.probe_requested.swap(false, Relaxed);
             // A tunnel may be stuck although single bytes arrive; only the response to a PING proves progress.
             let open_streams = self.shared.load.open_streams();
-            let next_probe = self.last_probe + self.config.keepalive.probe_after;
+            let next_probe = self.last_probe + self.config().keepalive.probe_after;
             let is_due = open_streams > CONTROL_STREAMS && next_probe <= now;
-            let may_probe = self.pending_frame != PendingControlFrame::WindowGrant;
             let reasons = ProbeReasons {
-                has_streams: may_probe && open_streams > self.config.control_streams,
-                is_requested: may_probe && (probe_requested || is_due),
+                has_streams: open_streams > self.config().control_streams,
+                is_requested: probe_requested || is_due,
             };
             let action = self.keepalive.check(now, (read, written), reasons);
             let suspect = matches!(action, KeepaliveAction::Suspect(_));
@@ -238,10 +212,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
             let (wake_at, sent) = match action {
                 KeepaliveAction::Dead => return Poll::Ready(Some(TunnelEnd::Silent)),
                 KeepaliveAction::Healthy(until) | KeepaliveAction::Suspect(until) => (until, false),
-                KeepaliveAction::Probe(until) => (until, self.send_probe(now, read)),
+                KeepaliveAction::Probe(until) => (until, self.send_probe(now)),
             };
-            let wake_at = match self.next_check(now) {
-                // The caller handles windows.
+            let next_sample =
+                (self.buffer_monitor).next_sample_at(&self.shared.load, self.traffic.last_read());
+            let wake_at = match next_sample {
+                // The caller takes the sample.
                 Some(due) if due <= now => return Poll::Ready(None),
                 Some(due) => wake_at.min(due),
                 None => wake_at,
@@ -260,37 +236,19 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
         }
     }
 
-    /// Sends a PING, or SETTINGS that change nothing if earlier SETTINGS may still be outstanding. The engine refuses new SETTINGS in
-    /// that case.
-    fn send_probe(&mut self, now: Instant, last_read: Instant) -> bool {
-        let is_quiet =
-            now.saturating_duration_since(last_read) >= self.config.keepalive.probe_after / 2;
-        match self.pending_frame {
-            // The response to a turn is equivalent to a PING.
-            PendingControlFrame::Ping(_) | PendingControlFrame::WindowGrant => false,
-            // A quiet peer has sent everything, including its acknowledgement.
-            PendingControlFrame::Settings if !is_quiet => {
-                let sent = self.set_window(self.stream_window, now);
-                if sent {
-                    // The acknowledgement is a byte read. Without this, each acknowledgement would cause the next probe.
-                    self.last_probe = now;
-                }
-                sent
-            }
-            PendingControlFrame::Idle | PendingControlFrame::Settings => {
-                let sent = self.ping_pong.send_ping(Ping::opaque()).is_ok();
-                if sent {
-                    self.pending_frame = PendingControlFrame::Ping(now);
-                    self.last_probe = now;
-                    self.shared.record_ping();
-                }
-                sent
-            }
+    /// Sends a PING unless one is not answered. Returns whether it was sent.
+    fn send_probe(&mut self, now: Instant) -> bool {
+        if self.ping_sent_at.is_some() || self.ping_pong.send_ping(Ping::opaque()).is_err() {
+            return false;
         }
+        self.ping_sent_at = Some(now);
+        self.last_probe = now;
+        self.shared.record_ping();
+        true
     }
 
     fn record_pong(&mut self, now: Instant) {
-        if let PendingControlFrame::Ping(sent) = self.pending_frame {
+        if let Some(sent) = self.ping_sent_at.take() {
             self.round_trips
                 .push_back(now.saturating_duration_since(sent));
             if self.round_trips.len() > ROUND_TRIP_SAMPLES {
@@ -301,127 +259,29 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionDriver<S> {
                 self.shared.round_trip_us.store(min_round_trip, Relaxed);
             }
         }
-        self.pending_frame = PendingControlFrame::Idle;
         self.shared.clear_ping();
     }
 
-    /// Returns the window that a single stream would have.
-    fn max_window(&self) -> u32 {
+    /// Returns the end of the tunnel if an edge makes this end hold much more memory than windows allow: each byte of them may keep
+    /// several in memory, and a stream keeps a window that it got while fewer streams were open.
+    fn detect_hoarding(&self) -> Option<TunnelEnd> {
+        let streams = self.shared.load.open_streams() * MIN_STREAM_MEMORY;
+        let max_held = self.config().budget.saturating_mul(MAX_OVERSHOOT) + streams;
+        let held = self.buffer_monitor.held();
+        (held > max_held && !self.config().is_trusted)
+            .then(|| TunnelEnd::Failed(format!("the edge makes {held} bytes wait for readers")))
+    }
+
+    /// Adjusts the limits of windows to the number of streams, the round trip and the unread bytes.
+    fn limit_windows(&mut self) {
+        let node = self.shared.load.node_budget();
+        let config = self.config();
+        let budget = (config.memory_budget).allowance(config.budget, node.stalled_bytes());
         let round_trip = Duration::from_micros(self.shared.round_trip_us.load(Relaxed));
-        let max_window = flow_control::window_size(round_trip, 1, self.config.budget);
-        flow_control::next_window(self.stream_window, max_window).unwrap_or(self.stream_window)
-    }
-
-    /// Returns the time of the next check of the windows, if no other event comes first.
-    fn next_check(&self, now: Instant) -> Option<Instant> {
-        let next_raise = (self.stream_window < self.max_window()).then(|| now + RAISE_INTERVAL);
-        let retry_grant = self.grant_backoff.retry_delay().map(|after| now + after);
-        let next_sample = self
-            .buffer_monitor
-            .next_sample_at(&self.shared.load, self.traffic.last_read());
-        let ack_due = self.awaiting_ack_since.map(|since| since + ACK_TIMEOUT);
-        [next_raise, retry_grant, next_sample, ack_due]
-            .into_iter()
-            .flatten()
-            .min()
-    }
-
-    /// Returns a description of behaviour that an honest edge does not show. The limits on its unread bytes at this end rely
-    /// on its acknowledgements.
-    fn detect_violation(&mut self, now: Instant) -> Option<String> {
-        let (read, budget) = (self.traffic.bytes_read(), self.config.budget);
-        let overrun = self.buffer_monitor.overrun(&self.shared.load, read, budget);
-        if let Some(buffered) = overrun.filter(|_| !self.config.is_trusted) {
-            return Some(format!(
-                "the edge exceeded its flow-control windows: {buffered} bytes are buffered"
-            ));
-        }
-        let overdue_since = self
-            .awaiting_ack_since
-            .filter(|since| now.saturating_duration_since(*since) >= ACK_TIMEOUT);
-        overdue_since
-            .map(|_| format!("the edge has not acknowledged new SETTINGS for {ACK_TIMEOUT:?}"))
-    }
-
-    /// Changes the window of the streams. Returns `false` if the edge has not acknowledged the last change.
-    fn set_window(&mut self, window: u32, now: Instant) -> bool {
-        let sent = self.connection.set_initial_window_size(window).is_ok();
-        if sent {
-            self.awaiting_ack_since = None;
-        } else {
-            self.awaiting_ack_since.get_or_insert(now);
-        }
-        sent
-    }
-
-    /// Returns the window that the open streams should have.
-    fn desired_window(&self) -> u32 {
-        let round_trip = Duration::from_micros(self.shared.round_trip_us.load(Relaxed));
-        let streams = self.shared.load.node_budget().open_streams();
-        flow_control::window_size(round_trip, streams, self.available_budget())
-    }
-
-    /// Returns the bytes that the moving streams may share.
-    fn available_budget(&self) -> usize {
-        if self.config.memory_budget.is_high() {
-            return 0;
-        }
-        let stalled_bytes = self.shared.load.node_budget().stalled_bytes();
-        self.config.budget.saturating_sub(stalled_bytes)
-    }
-
-    /// Changes the windows of both ends if the number of streams, the round trip or the unread bytes require it. Returns
-    /// whether SETTINGS were queued.
-    fn resize_windows(&mut self, now: Instant, cx: &mut Context<'_>) -> bool {
-        self.shared.load.driver_waker().register(cx.waker());
-        self.buffer_monitor.sample(&self.shared.load, now);
-        if let Some(accepted_window) = self.shared.window_grant.take_accepted() {
-            self.grant_backoff
-                .record(accepted_window, self.stream_window);
-            if self.pending_frame == PendingControlFrame::WindowGrant {
-                self.pending_frame = PendingControlFrame::Idle;
-                self.awaiting_ack_since = None;
-            }
-        }
-        if matches!(
-            self.pending_frame,
-            PendingControlFrame::Ping(_) | PendingControlFrame::WindowGrant
-        ) {
-            return false;
-        }
-        let since_resize = now.saturating_duration_since(self.last_resize);
-        let may_raise = since_resize >= RAISE_INTERVAL;
-        let next_window = flow_control::next_window(self.stream_window, self.desired_window());
-        let Some(next_window) = next_window.filter(|next| *next < self.stream_window || may_raise)
-        else {
-            self.awaiting_ack_since = None;
-            if self
-                .grant_backoff
-                .retry_delay()
-                .is_some_and(|after| since_resize >= after)
-            {
-                self.last_resize = now;
-                self.offer_grant(now);
-            }
-            return false;
-        };
-        if !self.set_window(next_window, now) {
-            return false;
-        }
-        self.stream_window = next_window;
-        self.last_resize = now;
-        self.pending_frame = PendingControlFrame::Settings;
-        self.offer_grant(now);
-        let resize_threshold = flow_control::stream_threshold(next_window, self.available_budget());
-        self.shared.load.set_resize_threshold(resize_threshold);
-        true
-    }
-
-    /// Offers a window grant to the edge.
-    fn offer_grant(&mut self, now: Instant) {
-        if self.shared.window_grant.offer(self.stream_window) {
-            self.pending_frame = PendingControlFrame::WindowGrant;
-            self.awaiting_ack_since = Some(now);
+        let limits = flow_control::window_limits(round_trip, node.open_streams(), budget);
+        if self.window_limits != limits {
+            self.window_limits = limits;
+            self.connection.limit_windows(limits);
         }
     }
 }

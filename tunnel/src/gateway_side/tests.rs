@@ -127,57 +127,36 @@ async fn a_tunnel_continues_after_its_connection_blocked_for_a_while() {
     tokio::time::timeout(bound, all_come).await.unwrap();
 }
 
-/// Both ends of a tunnel on which the edge takes its window grants.
-struct Turning {
+/// Both ends of a tunnel, whose edge passes on the streams that it receives.
+struct Connected {
     tunnel: Tunnel,
     ended: Ended,
     /// Load of the tunnel at the edge.
     edge: Arc<TunnelLoad>,
     /// Requests that the edge receives.
     asked: mpsc::UnboundedReceiver<StreamRequest>,
-    /// Window that the edge set at each of its window grants, in bytes.
-    taken: mpsc::UnboundedReceiver<u32>,
 }
 
-/// Runs the edge's loop, reduced to streams and window grants.
-async fn edge_taking_turns(mut server: Edge, tell: mpsc::UnboundedSender<StreamRequest>) {
-    let mut control: Option<ControlStream> = None;
+/// Runs the edge's loop, reduced to streams.
+async fn pass_on(mut server: Edge, tell: mpsc::UnboundedSender<StreamRequest>) {
+    let mut control_streams = Vec::new();
     loop {
-        let heard = async {
-            match &mut control {
-                Some(control) => control.receive::<GatewayMessage>().await,
-                None => std::future::pending().await,
-            }
-        };
-        tokio::select! {
-            incoming = server.next_stream() => match incoming {
-                Ok(IncomingStream::Stream(stream)) => drop(tell.send(*stream)),
-                Ok(IncomingStream::Control(opened)) => control = Some(*opened),
-                Err(_) => return,
-            },
-            line = heard => {
-                let Ok(GatewayMessage::Window { bytes }) = line else { return };
-                let bytes = server.resize_window(bytes);
-                let control = control.as_mut().unwrap();
-                control.send(&EdgeMessage::Window { bytes }).await.unwrap();
-            }
+        match server.next_stream().await {
+            Ok(IncomingStream::Stream(stream)) => drop(tell.send(*stream)),
+            Ok(IncomingStream::Control(opened)) => control_streams.push(opened),
+            Err(_) => return,
         }
     }
 }
 
-/// Connects both ends, with window grants as gateway and edge handle them. The edge's streams go to `asked`.
-async fn taking_turns(settings: GatewaySideConfig) -> Turning {
-    let budget = settings.budget;
-    taking_turns_within(settings, budget).await
-}
-
-/// Connects both ends like [`taking_turns`], for an edge with a separate budget, in bytes.
-async fn taking_turns_within(settings: GatewaySideConfig, budget: usize) -> Turning {
+/// Connects both ends with the same budget and round trip.
+async fn connected(settings: GatewaySideConfig) -> Connected {
     let (near, far) = duplex(256 * 1024);
     let (near, far) = (CountedIo::new(near), CountedIo::new(far));
     let (near_traffic, far_traffic) = (near.traffic(), far.traffic());
     let edge = edge_side::EdgeSideConfig {
-        budget,
+        budget: settings.budget,
+        round_trip: settings.round_trip,
         ..edge_side::EdgeSideConfig::default()
     };
     let accept = edge_side::accept(far, far_traffic, edge);
@@ -186,35 +165,17 @@ async fn taking_turns_within(settings: GatewaySideConfig, budget: usize) -> Turn
     let mut ended = Ended::of(driver.run());
     let load = server.load();
     let (tell, asked) = mpsc::unbounded_channel();
-    ended.tasks.spawn(edge_taking_turns(server, tell));
-    let mut control = tunnel.open_control_stream().await.unwrap();
-    tunnel.enable_window_grants();
-    let turns = tunnel.clone();
-    let (took, taken) = mpsc::unbounded_channel();
+    ended.tasks.spawn(pass_on(server, tell));
+    let control = tunnel.open_control_stream().await.unwrap();
     ended.tasks.spawn(async move {
-        loop {
-            tokio::select! {
-                bytes = turns.next_window_grant() => {
-                    if control.send(&GatewayMessage::Window { bytes }).await.is_err() {
-                        return;
-                    }
-                }
-                heard = control.receive() => match heard {
-                    Ok(EdgeMessage::Window { bytes }) => {
-                        turns.complete_window_grant(bytes);
-                        let _ = took.send(bytes);
-                    }
-                    _ => return,
-                },
-            }
-        }
+        let _control = control;
+        std::future::pending::<()>().await;
     });
-    Turning {
+    Connected {
         tunnel,
         ended,
         edge: load,
         asked,
-        taken,
     }
 }
 
@@ -862,14 +823,14 @@ async fn trap_11_bulk_both_ways_survives_probes_and_window_changes() {
         round_trip: Duration::from_millis(100),
         ..GatewaySideConfig::default()
     };
-    let Turning {
+    let Connected {
         tunnel,
         mut ended,
         asked,
         ..
-    } = taking_turns(settings).await;
+    } = connected(settings).await;
     ended.tasks.spawn(echo(asked));
-    // Many streams that begin and end make the windows of both ends change all the time.
+    // Many streams that begin and end change the largest window of both ends all the time.
     let mut crowd = Tasks::default();
     for times in (0..12).map(|number| number % 3 + 1) {
         let shouting = shout(tunnel.clone(), times);
@@ -883,58 +844,6 @@ async fn trap_11_bulk_both_ways_survives_probes_and_window_changes() {
     assert!(tunnel.round_trip() > Duration::ZERO);
 }
 
-#[tokio::test(start_paused = true)]
-async fn an_edge_that_always_takes_less_is_asked_ever_more_seldom() {
-    // The first PING shows that the link is short: the window is lowered, and the edge takes its window grant.
-    let settings = GatewaySideConfig {
-        round_trip: Duration::from_millis(50),
-        ..GatewaySideConfig::default()
-    };
-    let mut turning = taking_turns_within(settings, 1 << 20).await;
-    tokio::time::sleep(Duration::from_mins(10)).await;
-    let taken: Vec<u32> = std::iter::from_fn(|| turning.taken.try_recv().ok()).collect();
-    assert!(taken.iter().all(|bytes| *bytes <= 1 << 20), "{taken:?}");
-    // After 1, 2, 4, 8 and 16 seconds, then each 32 and up to a probe more.
-    assert!((15..30).contains(&taken.len()), "{} turns", taken.len());
-    assert!(turning.tunnel.round_trip() < Duration::from_millis(50));
-}
-
-#[tokio::test(start_paused = true)]
-async fn an_edge_follows_the_round_trip_that_the_gateway_knows() {
-    let settings = GatewaySideConfig {
-        round_trip: Duration::from_millis(50),
-        // No further measurement is made.
-        keepalive: KeepaliveConfig {
-            probe_after: Duration::from_hours(1),
-            unanswered_after: None,
-            suspect_after: Duration::from_hours(2),
-            close_after: Duration::from_hours(3),
-        },
-        ..GatewaySideConfig::default()
-    };
-    let Turning {
-        tunnel,
-        ended: _ended,
-        mut asked,
-        mut taken,
-        ..
-    } = taking_turns(settings).await;
-    let mut crowd = Vec::new();
-    for _ in 0..32 {
-        let target = target();
-        let opened = tunnel.open(get("/"), &StreamKind::Request, &target, false);
-        crowd.push((opened.await.unwrap(), asked.recv().await.unwrap()));
-    }
-    let turns = async {
-        while taken.recv().await.unwrap() > 2 << 20 {}
-        drop(crowd);
-        // The edge knows no round-trip time, with which 4 MiB would be enough.
-        while taken.recv().await.unwrap() < 8 << 20 {}
-    };
-    let bound = Duration::from_mins(10);
-    tokio::time::timeout(bound, turns).await.unwrap();
-}
-
 #[tokio::test]
 async fn a_control_line_may_arrive_bytewise_or_with_the_next_line() {
     let (tunnel, _ended, mut edge) = pair(GatewaySideConfig::default()).await;
@@ -942,12 +851,13 @@ async fn a_control_line_may_arrive_bytewise_or_with_the_next_line() {
         let Ok(IncomingStream::Control(mut control)) = edge.next_stream().await else {
             panic!("the first stream is the control stream");
         };
-        let line = |bytes| {
-            let mut line = serde_json::to_vec(&EdgeMessage::Window { bytes }).unwrap();
+        let line = |digest: &str| {
+            let digest = digest.to_owned();
+            let mut line = serde_json::to_vec(&EdgeMessage::Crls { digest }).unwrap();
             line.push(b'\n');
             line
         };
-        let both = [line(70_000), line(80_000)].concat();
+        let both = [line("first"), line("second")].concat();
         let (most, rest) = both.split_at(both.len() / 2 - 1);
         for byte in most {
             control
@@ -968,12 +878,12 @@ async fn a_control_line_may_arrive_bytewise_or_with_the_next_line() {
     };
     let hearing = async {
         let mut control = tunnel.open_control_stream().await.unwrap();
-        for expected in [70_000, 80_000] {
+        for expected in ["first", "second"] {
             let heard = control
                 .receive_within(Duration::from_mins(2))
                 .await
                 .unwrap();
-            assert!(matches!(heard, EdgeMessage::Window { bytes } if bytes == expected));
+            assert!(matches!(heard, EdgeMessage::Crls { digest } if digest == expected));
         }
         tunnel.close();
     };

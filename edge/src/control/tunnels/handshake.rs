@@ -270,7 +270,6 @@ fn build_hello(context: &TunnelContext, slot: u32, announced: &[String]) -> Edge
         pool: config.pool.clone(),
         ports: context.ports.load().to_vec(),
         service_ports: Some(BTreeMap::clone(&context.services.load())),
-        turns: true,
         elsewhere: gateways.len() > 1,
         listed: true,
         long_targets: true,

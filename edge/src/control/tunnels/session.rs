@@ -518,9 +518,6 @@ impl TunnelSession {
         message: &Result<GatewayMessage, ControlStreamError>,
     ) -> Option<EdgeMessage> {
         match message {
-            Ok(GatewayMessage::Window { bytes }) => Some(EdgeMessage::Window {
-                bytes: self.edge_side.resize_window(*bytes),
-            }),
             Ok(GatewayMessage::Roots { pem }) => Some(EdgeMessage::Roots {
                 roots: handshake::update_roots(&self.context, pem).await,
             }),

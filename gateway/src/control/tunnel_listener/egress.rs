@@ -34,9 +34,9 @@ use tracing::{debug, info, info_span, warn};
 
 /// Interval of checks whether the edge is still admitted, and whether a gateway that drains still needs the connection.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
-/// Number of unread bytes for which the windows of one connection's streams are computed when it begins. They stay as they are, so
-/// the streams of many nodes with slow destinations must fit into `limits.buffered_bytes`.
-const UNREAD_BYTES: usize = 1 << 20;
+/// Largest window of a stream towards this gateway, in bytes. The streams of many nodes with slow destinations must fit into
+/// `limits.buffered_bytes`.
+const MAX_STREAM_WINDOW: u32 = 1 << 20;
 /// Maximum number of concurrent streams of one connection. The limit of a node's connections is in the configuration.
 const MAX_STREAMS: u32 = 10_000;
 /// Time for the connection to close in order, with the bytes that are queued.
@@ -78,7 +78,8 @@ impl HandshakeContext {
         let settings = &admission.settings;
         let config = EdgeSideConfig {
             read_timeout: settings.ping_after + settings.ping_timeout + settings.close_after,
-            budget: UNREAD_BYTES,
+            budget: usize::MAX,
+            max_window: MAX_STREAM_WINDOW,
             max_streams: MAX_STREAMS,
             round_trip,
             memory_budget: admission.memory_budget.clone(),

@@ -21,8 +21,8 @@ const IDLE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 const TRUST_CHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// Maximum number of control streams of a connection. A gateway needs one for nodes, and one for each question about a rotation.
 pub(crate) const MAX_CONTROL_STREAMS: usize = 8;
-/// Window of a stream towards this gateway, in bytes.
-const STREAM_WINDOW: usize = 512 << 10;
+/// Largest window of a stream towards this gateway, in bytes.
+const MAX_STREAM_WINDOW: u32 = 512 << 10;
 
 impl HandshakeContext {
     /// Serves another gateway until the connection ends, or until this gateway drains and no stream is open.
@@ -42,8 +42,9 @@ impl HandshakeContext {
         let settings = &admission.settings;
         let config = EdgeSideConfig {
             read_timeout: settings.ping_after + settings.ping_timeout + settings.close_after,
-            // The window of a stream never shrinks here, and each slow edge may leave one unread.
-            budget: STREAM_WINDOW,
+            // Streams of many nodes: a slow edge may leave its windows unread, and takes nothing from those of the others.
+            budget: usize::MAX,
+            max_window: MAX_STREAM_WINDOW,
             // The limits of nodes and of the gateway apply to each stream.
             max_streams: u32::MAX,
             round_trip,

@@ -49,9 +49,6 @@ const HEALTH_NOTICE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Applies the announced settings of the edge to the tunnel.
 fn apply_edge_settings(tunnel: &Tunnel, hello: &EdgeHello) {
-    if hello.turns {
-        tunnel.enable_window_grants();
-    }
     if let Some(bytes) = hello.bulk_after {
         tunnel.load().set_bulk_threshold(bytes);
     }
@@ -442,7 +439,6 @@ impl TunnelSession {
                     self.registration.notify_change();
                     continue;
                 }
-                bytes = tunnel.next_window_grant(), if !has_unsent => GatewayMessage::Window { bytes },
                 exchanged = self.control.exchange() => match exchanged {
                     Ok(edge_message) => {
                         if let Some(leave) = edge_message.and_then(|text| self.handle_message(text, &tunnel)) {
@@ -474,7 +470,6 @@ impl TunnelSession {
     /// Handles a message of the edge. Returns the draining tunnel, if the edge announces that the tunnel leaves.
     fn handle_message(&mut self, message: EdgeMessage, tunnel: &Tunnel) -> Option<DrainingTunnel> {
         match message {
-            EdgeMessage::Window { bytes } => tunnel.complete_window_grant(bytes),
             EdgeMessage::Leave {
                 detail,
                 until_idle,

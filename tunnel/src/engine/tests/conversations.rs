@@ -1,6 +1,7 @@
 //! Random conversations of the engine with itself and with the crate h2 in both roles. Both ends must see the same bytes and ends.
 //! (Two ends of h2 may block each other for ever while both only write, so that pairing is left out.)
 
+use super::super::WindowLimits;
 use bytes::Bytes;
 use futures_util::{StreamExt, future::join, stream::FuturesUnordered};
 use http::{HeaderMap, HeaderValue, Request, Response};
@@ -30,6 +31,8 @@ impl Body {
     fn random(rng: &mut StdRng, reset_chance: u32) -> Self {
         let count = rng.random_range(0..5);
         let chunks = (0..count).map(|_| match rng.random_range(0..6) {
+            // More than the body after which a stream gets the largest window.
+            0 if rng.random_ratio(1, 8) => 900_000,
             0 => 1,
             1 => rng.random_range(1..100),
             2 => rng.random_range(1..5_000),
@@ -77,8 +80,8 @@ struct Plan {
     max_frame: u32,
     max_streams: u32,
     pipe: usize,
-    /// Windows to which an end of the engine changes in turn. (Readers of h2 may wait for ever after windows have shrunk.)
-    changes: Vec<u32>,
+    /// Largest windows of streams to which an end of the engine changes again and again.
+    max_windows: Vec<u32>,
     /// Number of requests after which the server begins to leave.
     leaves_after: Option<usize>,
 }
@@ -103,7 +106,7 @@ impl Plan {
             max_frame: [16_384, 65_536][rng.random_range(0..2)],
             max_streams: [1, 3, 100][rng.random_range(0..3)],
             pipe: [19, 1_000, 70_000][rng.random_range(0..3)],
-            changes: (0..rng.random_range(0..6))
+            max_windows: (0..rng.random_range(0..6))
                 .map(|_| window(&mut rng))
                 .collect(),
             leaves_after: rng.random_ratio(1, 5).then(|| rng.random_range(0..5)),
@@ -148,7 +151,7 @@ async fn pause(times: usize) {
 }
 
 macro_rules! implementation {
-    ($module:ident, $changes_windows:literal, [$($borrow:tt)?], $($path:tt)+) => {
+    ($module:ident, [$($limit_windows:ident)?], [$($borrow:tt)?], $($path:tt)+) => {
         mod $module {
             use super::*;
             use $($path)+ as h2;
@@ -275,13 +278,12 @@ macro_rules! implementation {
                     .handshake::<_, Bytes>(io)
                     .await
                     .unwrap();
-                let mut changes = plan.changes.iter().copied();
+                let mut polls = 0_u32;
+                let mut max_windows = plan.max_windows.iter().copied().cycle();
                 let driver = poll_fn(move |cx| {
-                    if $changes_windows
-                        && let Some(size) = changes.clone().next()
-                        && connection.set_initial_window_size(size).is_ok()
-                    {
-                        changes.next();
+                    polls += 1;
+                    if polls % 50 == 0 && let Some(_size) = max_windows.next() {
+                        $(connection.$limit_windows(WindowLimits { max: _size, is_far: _size > 65_535 });)?
                     }
                     Pin::new(&mut connection).poll(cx).map(drop)
                 });
@@ -339,16 +341,15 @@ macro_rules! implementation {
                     .unwrap();
                 let (mut open, mut received) = (FuturesUnordered::new(), Vec::new());
                 let (mut accepted, mut is_over) = (0, false);
-                let mut changes = plan.changes.iter().copied();
+                let mut polls = 0_u32;
+                let mut max_windows = plan.max_windows.iter().copied().cycle();
                 poll_fn(|cx| {
                     while let Poll::Ready(Some(outcome)) = open.poll_next_unpin(cx) {
                         received.push(outcome);
                     }
-                    if $changes_windows
-                        && let Some(size) = changes.clone().next()
-                        && connection.set_initial_window_size(size).is_ok()
-                    {
-                        changes.next();
+                    polls += 1;
+                    if polls % 50 == 0 && let Some(_size) = max_windows.next() {
+                        $(connection.$limit_windows(WindowLimits { max: _size, is_far: _size > 65_535 });)?
                     }
                     while !is_over {
                         if plan.leaves_after.is_some_and(|after| accepted >= after) {
@@ -378,8 +379,8 @@ macro_rules! implementation {
     };
 }
 
-implementation!(engine, true, [&], super::super::super);
-implementation!(oracle, false, [], ::h2);
+implementation!(engine, [limit_windows], [&], super::super::super);
+implementation!(oracle, [], [], ::h2);
 
 /// Checks what an end has received of a body. Its own reset may hide all of it.
 fn check(received: &Received, sent: &Body, own: &Body, context: &str) {

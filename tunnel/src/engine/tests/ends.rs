@@ -4,7 +4,7 @@ use super::{
     super::{
         Error, Ping, Reason, client,
         error::Initiator,
-        frame::{PREFACE, flag, kind},
+        frame::{PREFACE, kind},
         server,
         streams::Half,
     },
@@ -136,10 +136,6 @@ async fn handles_outlive_their_connection() {
     let (mut sender, mut connection) = client::handshake(near).await.unwrap();
     let mut ping_pong = connection.ping_pong().unwrap();
     assert!(connection.ping_pong().is_none());
-    assert!(
-        connection.set_initial_window_size(1).is_err(),
-        "the first is unanswered"
-    );
     let (response, mut send) = sender.send_request(&get(), false).unwrap();
     ping_pong.send_ping(Ping::opaque()).unwrap();
     assert!(ping_pong.send_ping(Ping::opaque()).is_err());
@@ -150,18 +146,6 @@ async fn handles_outlive_their_connection() {
     assert!(send.send_data(Bytes::from_static(b"x"), false).is_err());
     assert!(poll_fn(|cx| ping_pong.poll_pong(cx)).await.is_err());
     assert_eq!(send.capacity(), 0);
-}
-
-#[tokio::test]
-async fn a_window_changes_once_the_last_change_is_acknowledged() {
-    let (near, mut far) = tokio::io::duplex(10_000);
-    let (_sender, mut connection) = client::handshake(near).await.unwrap();
-    let ack = frame(kind::SETTINGS, flag::ACK, 0, &[]);
-    far.write_all(&[settings(&[]), ack].concat()).await.unwrap();
-    let mut cx = Context::from_waker(std::task::Waker::noop());
-    assert!(pin!(&mut connection).poll(&mut cx).is_pending());
-    connection.set_initial_window_size(1 << 20).unwrap();
-    assert!(connection.set_initial_window_size(1 << 20).is_err());
 }
 
 #[tokio::test]

@@ -3,7 +3,7 @@
 use super::{
     super::{
         error::{Error, Initiator, Reason},
-        flow::DEFAULT_WINDOW,
+        flow::{DEFAULT_WINDOW, WindowLimits},
         frame::flag,
         outgoing::Outgoing,
         streams::{Half, Key},
@@ -67,7 +67,10 @@ fn use_stream(peer: &mut Peer, key: Key, rng: &mut StdRng) {
                 .map(|chunk| chunk.len())
                 .sum();
             stream.in_flight -= bytes;
-            stream.recv_window.release(bytes);
+            let max = [0, 100_000, 1 << 20][rng.random_range(0..3)];
+            let is_far = rng.random();
+            state.stream_windows.limits = WindowLimits { max, is_far };
+            stream.release(bytes, state.stream_windows);
             state.release_connection(bytes);
             state.mark_update(key);
         }

@@ -3,10 +3,12 @@
 use super::{
     super::{
         error::Reason,
+        flow::WindowLimits,
         frame::{PREFACE, flag, kind},
     },
     raw::{
-        GET, Peer, Verdict, block, data, frame, headers, request, reset, settings, window_update,
+        Frame, GET, Peer, Verdict, block, data, frame, headers, request, reset, settings,
+        window_update,
     },
 };
 use Verdict::{Accepted, Connection, Stream};
@@ -477,6 +479,71 @@ fn lengths_of_responses_depend_on_method_and_status() {
         let actual = response(method.clone(), status, "5", body);
         assert_eq!(actual, verdict, "{method} {status} {body:?}");
     }
+}
+
+#[test]
+fn over_a_far_link_a_stream_begins_with_a_wider_window() {
+    let of_streams = |frames: Vec<Frame>| -> Vec<(u8, u32)> {
+        let frames = frames.iter().filter(|frame| frame.stream > 0);
+        frames.map(|frame| (frame.kind, frame.stream)).collect()
+    };
+    for (max, widens) in [(1 << 20, true), (65_535, false), (0, false)] {
+        let limits = WindowLimits { max, is_far: true };
+        let mut peer = Peer::of_client();
+        peer.state.stream_windows.limits = limits;
+        let head = http::Request::get("http://a/").body(()).unwrap();
+        peer.state.send_request(&head, true).unwrap();
+        let mut expected = vec![(kind::HEADERS, 1)];
+        expected.extend(widens.then_some((kind::WINDOW_UPDATE, 1)));
+        assert_eq!(of_streams(peer.take()), expected);
+
+        let mut peer = Peer::of_server(|_| {});
+        peer.state.stream_windows.limits = limits;
+        let requests = [request(1, true, &[]), request(3, false, &[])];
+        for request in requests {
+            peer.feed(&request);
+        }
+        let expected = widens.then_some((kind::WINDOW_UPDATE, 3));
+        assert_eq!(of_streams(peer.take()), Vec::from_iter(expected));
+    }
+}
+
+#[test]
+fn an_update_that_is_no_longer_due_is_not_sent() {
+    let mut peer = Peer::of_server(|config| config.connection_window = 8 << 20);
+    let limits = |max| WindowLimits { max, is_far: true };
+    peer.state.stream_windows.limits = limits(256 << 10);
+    peer.feed(&request(1, false, &[]));
+    let updates = |frames: Vec<Frame>| -> Vec<u32> {
+        let updates = frames
+            .iter()
+            .filter(|frame| frame.kind == kind::WINDOW_UPDATE);
+        let updates = updates.filter(|frame| frame.stream == 1);
+        updates
+            .map(|frame| u32::from_be_bytes(frame.payload[..].try_into().unwrap()))
+            .collect()
+    };
+    assert_eq!(updates(peer.take()), [(256 << 10) - 65_535]);
+    let key = peer.state.store.find(1).unwrap();
+    let read = |peer: &mut Peer, frames: usize| {
+        for _ in 0..frames {
+            peer.feed(&data(1, false, &[0; 16_384]));
+        }
+        let windows = peer.state.stream_windows;
+        let stream = peer.state.store.get(key).unwrap();
+        while stream.body.pop().is_some() {}
+        stream.in_flight = 0;
+        stream.release(frames * 16_384, windows);
+        peer.state.mark_update(key);
+    };
+    // Listed, and before it is written the window becomes smaller.
+    read(&mut peer, 8);
+    peer.state.stream_windows.limits = limits(0);
+    read(&mut peer, 1);
+    assert!(updates(peer.take()).is_empty());
+    // What the peer may still send is read as well.
+    read(&mut peer, 7);
+    assert_eq!(updates(peer.take()), [65_535]);
 }
 
 #[test]

@@ -223,7 +223,6 @@ fn welcome(fleet: &Fleet) -> EdgeHello {
         protocol: wire::VERSION,
         version: env!("CARGO_PKG_VERSION").into(),
         instance: fleet.instance.clone(),
-        turns: true,
         ..EdgeHello::default()
     }
 }
@@ -274,14 +273,6 @@ impl RegisteredTunnel {
                     Err(ended) => return Failed::Silent(format!("the tunnel ended: {ended}")),
                 },
                 line = self.control.receive(), if heard => match line {
-                    Ok(GatewayMessage::Window { bytes }) => {
-                        let bytes = self.server.resize_window(bytes);
-                        let line = EdgeMessage::Window { bytes };
-                        let told = self.control.send(&line);
-                        if let Err(failed) = drive(&mut self.server, fleet, told).await {
-                            return failed;
-                        }
-                    }
                     Ok(line @ GatewayMessage::Dismiss { .. }) => return unexpected(&line),
                     // There is no other gateway: a draining tunnel is served until it ends.
                     Ok(_) => {}

@@ -104,12 +104,12 @@ async fn revocations_that_are_not_valid_change_nothing() {
             .unwrap();
     }
     tunnel.control.send(&foreign).await.unwrap();
-    // The edge handles one message after the other.
-    let bytes = 1 << 20;
-    let window = GatewayMessage::Window { bytes };
-    tunnel.control.send(&window).await.unwrap();
+    // The edge handles one message after the other, and answers this one too.
+    let pem = ca.bundle_pem();
+    let roots = GatewayMessage::Roots { pem };
+    tunnel.control.send(&roots).await.unwrap();
     let mut answers = Vec::new();
-    while !matches!(answers.last(), Some(EdgeMessage::Window { .. })) {
+    while !matches!(answers.last(), Some(EdgeMessage::Roots { .. })) {
         let answer = timeout(SOON, tunnel.control.receive::<EdgeMessage>()).await;
         answers.push(answer.unwrap().unwrap());
     }
