@@ -16,8 +16,9 @@ use std::{
 use tokio::task::JoinSet;
 
 const URL: &str = "http://edge-1:9100/";
-/// Log message of a gateway about an edge that has connected.
-const ARRIVED: &str = " connected ";
+/// Log message of a gateway about an edge that has connected. The reason for the end of the older one's tunnel contains "has
+/// connected from".
+const ARRIVED: &str = "edge-1 connected ";
 
 /// A copy of a node's disk.
 async fn copy(from: &Path, to: &Path) {
