@@ -214,6 +214,10 @@ impl BufferedStream {
             progress_mark: ProgressMark::default(),
         };
         let mut streams = buffered_streams.lock();
+        if streams.receivers.is_empty() {
+            // Most tunnels have one stream most of the time; a vector begins with the memory of four.
+            streams.receivers.reserve_exact(1);
+        }
         let (key, is_ended) = (streams.receivers.insert(stream), streams.is_ended);
         drop(streams);
         if is_ended {

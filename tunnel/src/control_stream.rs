@@ -458,6 +458,10 @@ impl ControlStream {
             if let Some(end) = unscanned.iter().position(|byte| *byte == b'\n') {
                 let line = self.read_buffer.split_to(self.scanned + end + 1);
                 self.scanned = 0;
+                if self.read_buffer.is_empty() {
+                    // An idle tunnel keeps no memory for it.
+                    self.read_buffer = BytesMut::new();
+                }
                 return Poll::Ready(parse_message(&line));
             }
             self.scanned = self.read_buffer.len();

@@ -403,6 +403,8 @@ impl Registry {
         entry.supersede_others(&instance);
         let replaced = entry.make_room(&new_tunnel.hello);
         let id = self.next_tunnel_id();
+        // Most nodes have one tunnel, and a vector begins with the memory of four.
+        entry.tunnels.reserve_exact(1);
         entry.tunnels.push(TunnelInfo {
             id,
             tunnel: new_tunnel,

@@ -343,6 +343,10 @@ pub(super) struct Store {
 impl Store {
     pub(super) fn insert(&mut self, stream: Stream) -> Key {
         let id = stream.id;
+        if self.slab.is_empty() {
+            // Most tunnels have one stream most of the time; a vector begins with the memory of four.
+            self.slab.reserve_exact(1);
+        }
         let index = self.slab.insert(stream);
         self.by_id.insert(id, index);
         Key { index, id }
@@ -376,11 +380,15 @@ impl Store {
         })
     }
 
-    /// Frees unused memory when no stream is left or few are.
+    /// Frees the unused memory of at most one stream.
     pub(super) fn shrink(&mut self) {
-        if self.slab.len() <= 1 && self.slab.capacity() > 16 {
+        if self.slab.len() <= 1 && self.slab.capacity() > 1 {
             self.slab.shrink_to_fit();
             self.by_id.shrink_to_fit();
+        }
+        for (_, stream) in &mut self.slab {
+            stream.queue.shrink_to_fit();
+            stream.body.chunks.shrink_to_fit();
         }
     }
 
